@@ -77,7 +77,7 @@ def test_has_a_licence_and_invents_no_address(wheel):
 
 def test_has_the_extras_that_messages_and_guides_name(wheel):
     extras = set(re.findall(r"^Provides-Extra: (\w+)$", read(wheel, "METADATA"), re.MULTILINE))
-    assert extras == {"cli", "text", "gateway", "train", "qdora", "ray", "trl", "verl"}
+    assert extras == {"cli", "text", "gateway", "images", "train", "qdora", "ray", "trl", "verl"}
     texts = [
         *(ROOT / "client").rglob("*.py"),
         *ROOT.glob("docs/**/*.md"),

@@ -26,8 +26,8 @@ def problems(body, model):
         ({"content": [{"type": "text"}]}, "messages[0].content[0].text", "FIELD_MISSING"),
         (
             {"content": [{"type": "image_url", "text": ""}]},
-            "messages[0].content[0].type",
-            "FIELD_INVALID",
+            "messages[0].content[0].image_url",
+            "FIELD_MISSING",
         ),
         ({"role": None}, "messages[0].role", "FIELD_MISSING"),
     ],

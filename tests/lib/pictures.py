@@ -1,10 +1,17 @@
-"""Images for tests, as the families' processors make them: random patches, no picture."""
+"""Images for tests: random patches as the families' processors make them, and pictures in files."""
 
+import base64
+import io
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import dorad
+import numpy as np
+import PIL.Image
 import torch
 
+from lib.texts import make_tokenizer
 from lib.tiny_models import IMAGE
 
 # Those whose images are served.
@@ -78,3 +85,63 @@ def for_oracle(inputs: dict[str, torch.Tensor], tokens: list[int]) -> dict[str, 
 def prompt_of(inputs: dict[str, torch.Tensor]) -> tuple[list[int], list[dorad.Image]]:
     ids, images = dorad.images.from_processor(inputs, IMAGE, patch_size=PATCH, merge_size=MERGE)
     return [int(i) for i in ids], images
+
+
+# --- Files of pictures, and the tiny model's processor --------------------------------------------
+
+# By their ids in the tiny model.
+SPECIAL = ["<|vision_end|>", "<|vision_start|>", "</s>", "<|image_pad|>", "<|video_pad|>"]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}{{ '\n' }}{% endfor %}assistant: "
+)
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "patch_size": 2,
+    "merge_size": MERGE,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 4 * 4, "longest_edge": 40 * 16},  # pixels: 1 to 40 tokens
+    "image_mean": [0.5, 0.4, 0.3],
+    "image_std": [0.5, 0.6, 0.7],
+}
+
+
+def make_processor(folder: Path) -> Path:
+    """Writes a tokenizer, a chat template and an image processor into a model's folder."""
+    make_tokenizer(folder, SPECIAL, TEMPLATE)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return folder
+
+
+def photo(seed: int, height: int, width: int, mode: str = "RGB") -> PIL.Image.Image:
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 4), dtype=np.uint8)
+    return PIL.Image.fromarray(values).convert(mode)
+
+
+def encoded(picture: PIL.Image.Image, kind: str = "PNG", **options) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+def data_url(data: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def processed(written: str, pictures: list[PIL.Image.Image], tokenizer) -> tuple:
+    """The token ids and images that transformers' own processor makes of a text with placeholders:
+    written once more, without dorad's part of it."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    values = {k: v for k, v in PROCESSOR.items() if k != "image_processor_type"}
+    features = Qwen2VLImageProcessorPil(**values)(
+        images=[picture.convert("RGB") for picture in pictures], return_tensors="np"
+    )
+    first, *rest = written.split("<|image_pad|>")
+    text = first
+    for (_, height, width), after in zip(features["image_grid_thw"], rest, strict=True):
+        text += "<|image_pad|>" * (height * width // MERGE**2) + after
+    ids = tokenizer.encode(text, special_tokens=False)
+    return dorad.images.from_processor({**features, "input_ids": ids}, IMAGE)

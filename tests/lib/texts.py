@@ -1,6 +1,7 @@
 """A tokenizer for the tiny models: all bytes, some pairs, and tiny_models' special tokens."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -15,23 +16,26 @@ TEMPLATE = (
 SPECIAL = ["<pad>", "<s>", "</s>"]
 
 
-def make_tokenizer(folder: Path) -> Path:
+def make_tokenizer(
+    folder: Path, special: Sequence[str] = SPECIAL, template: str = TEMPLATE
+) -> Path:
     """Writes tokenizer.json and a chat template into a model's folder, and returns it.
 
-    Ids 0 to 2 are special, then one token for each byte, then merges of two letters.
+    The first ids are special, then one token for each byte, then merges of two letters. The second
+    begins a text, the third ends one.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = [(a, b) for a in "aeiou" for b in "nrstlmdc "]
-    pairs = [(a, b.replace(" ", "Ġ")) for a, b in pairs][: VOCAB - len(SPECIAL) - len(alphabet)]
-    tokens = [*SPECIAL, *alphabet, *(a + b for a, b in pairs)]
+    pairs = [(a, b.replace(" ", "Ġ")) for a, b in pairs][: VOCAB - len(special) - len(alphabet)]
+    tokens = [*special, *alphabet, *(a + b for a, b in pairs)]
     tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_special_tokens(list(special))
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
+        single=f"{special[1]} $A", special_tokens=[(special[1], 1)]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": special[2]}))
+    (folder / "chat_template.jinja").write_text(template)
     return folder

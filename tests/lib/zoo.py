@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LIB = Path(__file__).resolve().parent
 # A change of any of these makes another zoo.
-SOURCES = ["zoo.py", "tiny_models.py", "adapters.py", "texts.py"]
+SOURCES = ["zoo.py", "tiny_models.py", "adapters.py", "texts.py", "pictures.py"]
 PACKAGES = ["torch", "transformers", "peft", "safetensors", "tokenizers"]
 
 
@@ -88,6 +88,16 @@ class Zoo:
             make_tokenizer(shutil.copytree(self.model(family), folder))
 
         return make_once(self.directory / f"{family}-text", make)
+
+    def model_with_processor(self, family: str) -> Path:
+        """The same model with lib.pictures' tokenizer, chat template and image processor."""
+
+        def make(folder: Path) -> None:
+            from lib.pictures import make_processor
+
+            make_processor(shutil.copytree(self.model(family), folder))
+
+        return make_once(self.directory / f"{family}-processor", make)
 
     def oracle(self, family: str) -> Oracle:
         if family not in self._oracles:

@@ -55,7 +55,7 @@ class ModelText:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        root = pathlib.Path(folder)
+        self.folder = root = pathlib.Path(folder)
         file = root / "tokenizer.json"
         if not file.is_file():
             raise FileNotFoundError(f"{root} has no tokenizer.json")

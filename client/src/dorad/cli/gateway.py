@@ -68,6 +68,14 @@ def gateway(
             "distribution that is sampled from (processed), or after the temperature (scaled).",
         ),
     ] = Logprobs.RAW,
+    image_root: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Chats may name pictures below this folder by file: URLs. Several times.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
     rl: Annotated[
         bool,
         typer.Option(
@@ -159,6 +167,8 @@ def gateway(
         target = [of_one["target"]]
     if of_one.get("admin_target"):
         admin_target = [of_one["admin_target"]]
+    if image_root and tokenizer is None:
+        raise ValueError("--image-root needs --tokenizer")
     if adapter_root and not rl:
         raise ValueError("--adapter-root needs --rl")
     most = {"body_bytes": max_body_bytes, "choices": max_choices, "requests": max_requests}
@@ -178,6 +188,7 @@ def gateway(
         ),
         logprobs_mode=logprobs_mode.value,
         served_model_name=served_model_name,
+        image_roots=tuple(image_root or []),
         rl=RlOptions(tuple(adapter_root or []), in_flight_policy.value) if rl else None,
     )
     text = None if tokenizer is None else ModelText(tokenizer)

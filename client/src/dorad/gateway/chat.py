@@ -8,11 +8,13 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dorad import types as t
 from dorad.gateway import requests
 from dorad.gateway.assembler import Token
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
+from dorad.gateway.images import urls_of
 from dorad.gateway.names import TokenNames
 from dorad.gateway.requests import ChatRequest
 from dorad.gateway.samples import Work, choices, updates, versions
@@ -56,15 +58,18 @@ async def understand(gateway: Gateway, caller: Caller, raw: Mapping[str, Any]) -
         raise Refusal(400, "LOGPROBS_MISSING", message, param="top_logprobs")
     body.check_logprobs()
     gateway.check_choices([None], body.n)
-    prompt_text = written(text, body.messages, body.template_variables())
     model = await gateway.model()
     adapter = await gateway.adapter_of(body.model)
     max_tokens = body.max_completion_tokens
     max_tokens = body.max_tokens if max_tokens is None else max_tokens
-    prompt = await gateway.encode(prompt_text, special_tokens=False)
+    prompt, images = await prompt_of(gateway, body.messages, body.template_variables())
+    if images and body.truncate_prompt_tokens is not None:
+        message = "truncate_prompt_tokens is not available with images"
+        raise Refusal(400, "FIELD_UNSUPPORTED", message, param="truncate_prompt_tokens")
     prompt = body.kept(prompt, model, max_tokens)
     options: GenerateOptions = {
         **body.options(text),
+        "images": images or None,
         "adapter": adapter,
         "max_tokens": max_tokens,
         "request_id": caller.call_id(),
@@ -88,6 +93,24 @@ async def understand(gateway: Gateway, caller: Caller, raw: Mapping[str, Any]) -
     return chat, body.stream
 
 
+async def prompt_of(
+    gateway: Gateway,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    *,
+    special_tokens: bool = False,
+) -> tuple[list[int], list[t.Image]]:
+    """The token ids and images of a conversation. Raises Refusal and DoradError."""
+    urls = urls_of(messages)
+    prompt_text = written(gateway.needs_text(), messages, variables)
+    if not urls:
+        return await gateway.encode(prompt_text, special_tokens=special_tokens), []
+    limits = (await gateway.info()).limits
+    gateway.images.check(urls, limits)
+    prompt = await gateway.encode(prompt_text, special_tokens=special_tokens)
+    return await gateway.images.place(prompt, urls, limits)
+
+
 def written(
     text: ModelText, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
 ) -> str:
@@ -102,10 +125,14 @@ def written(
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Joins content parts, because templates expect text."""
+    """Joins content parts, because templates expect text. Those of models with images expect parts,
+    too, and place an image where its part is."""
     content = message.get("content") or ""
     if isinstance(content, list):
-        content = "".join(part["text"] for part in content)
+        if any(part["type"] == "image_url" for part in content):
+            content = [p if p["type"] == "text" else {"type": "image"} for p in content]
+        else:
+            content = "".join(part["text"] for part in content)
     found = {**message, "content": content}
     if not found.get("tool_calls"):
         found.pop("tool_calls", None)  # Templates ask whether a message has the field.

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dorad import types as t
@@ -16,6 +17,7 @@ from dorad.gateway.admission import Admission
 from dorad.gateway.answers import Answers
 from dorad.gateway.callers import Caller
 from dorad.gateway.errors import Refusal
+from dorad.gateway.images import Images
 from dorad.gateway.log import log_access
 from dorad.gateway.metrics import Metrics
 from dorad.gateway.servers import Calls, Servers
@@ -82,6 +84,7 @@ class Gateway:
       exposed: see Admission.
       logprobs_mode: of requests that do not choose one.
       served_model_name: the base model's id. "": the name of its folder.
+      image_roots: files of images are read below these folders only.
     """
 
     def __init__(
@@ -93,9 +96,11 @@ class Gateway:
         exposed: bool = False,
         logprobs_mode: t.LogprobMode = "raw",
         served_model_name: str = "",
+        image_roots: Sequence[Path] = (),
     ) -> None:
         self.servers = servers
         self.text = text
+        self.images = Images(None if text is None else text.folder, image_roots)
         self.limits = limits
         self.logprobs_mode = logprobs_mode
         self._served_model_name = served_model_name
@@ -104,7 +109,7 @@ class Gateway:
         self.places = Places(limits.requests, self.metrics)
         self.started = int(time.time())
         self.admission = Admission(servers, exposed=exposed)
-        self._model: Answers[None, t.ModelInfo] = Answers(seconds=_MODEL_SECONDS)
+        self._info: Answers[None, t.ServerInfo] = Answers(seconds=_MODEL_SECONDS)
 
     def client_of(self, caller: Caller) -> Calls:
         return self.servers.of(caller.metadata)
@@ -139,12 +144,18 @@ class Gateway:
 
     async def model(self) -> t.ModelInfo:
         """Facts about the model. Raises DoradError when the call fails."""
-        return await self._model.get(None, self._ask)
+        return (await self.info()).model
 
-    async def _ask(self) -> t.ModelInfo:
-        model = (await self.servers.of().info(timeout=5)).model
+    async def info(self) -> t.ServerInfo:
+        """Facts about a server. Raises DoradError when the call fails."""
+        return await self._info.get(None, self._ask)
+
+    async def _ask(self) -> t.ServerInfo:
+        info = await self.servers.of().info(timeout=5)
         name = self._served_model_name
-        return dataclasses.replace(model, name=name) if name else model
+        if not name:
+            return info
+        return dataclasses.replace(info, model=dataclasses.replace(info.model, name=name))
 
     async def with_model(self, body: dict[str, Any]) -> dict[str, Any]:
         """With --rl a request without `model` is for the base model, as in vLLM."""

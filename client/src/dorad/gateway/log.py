@@ -54,6 +54,7 @@ def start_logging(level: LogLevel, form: LogFormat) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter(form))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.captureWarnings(True)
     ours = logging.getLogger("dorad")
     ours.setLevel(level.upper())
     ours.handlers.clear()  # `doractl` has one for its remarks.

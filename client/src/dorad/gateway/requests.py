@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, NotRequired
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-import pydantic_core
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
-    Discriminator,
     Field,
     Tag,
-    WithJsonSchema,
-    with_config,
 )
-from typing_extensions import TypedDict
 
 from dorad import types as t
 from dorad.errors import Violation
 from dorad.gateway import validation
 from dorad.gateway.assembler import stops_of
 from dorad.gateway.errors import Refusal
+from dorad.gateway.messages import AnyMessage
 from dorad.gateway.samples import Work
-from dorad.gateway.validation import Body, M, TokenIds, UInt32
+from dorad.gateway.validation import Body, M, TokenIds, UInt32, kind_of, union
 from dorad.text import ModelText
 
 # The server checks the ranges of sampling parameters. The models check the ranges of the wire.
@@ -32,31 +27,18 @@ StopString = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
-def _kind(value: Any) -> str | None:
-    """The tag of a union's member: pydantic then reports the errors of this member only."""
-    if isinstance(value, list):
-        return "<list>"
-    return "<string>" if isinstance(value, str) else None
-
-
 def _kind_of_prompt(value: Any) -> str | None:
     if value and isinstance(value, list):
         for kind, tag in ((str, "<strings>"), (list, "<lists>")):
             if isinstance(value[0], kind):
                 return tag
-    return _kind(value)
-
-
-def _union(kind: Callable[[Any], str | None], expected: str) -> Discriminator:
-    return Discriminator(
-        kind, custom_error_type="union", custom_error_message=f"Input should be {expected}"
-    )
+    return kind_of(value)
 
 
 Stop = Annotated[
     Annotated[StopString, Tag("<string>")]
     | Annotated[list[StopString], Field(max_length=16, fail_fast=True), Tag("<list>")],
-    _union(_kind, "a string or a list of strings"),
+    union(kind_of, "a string or a list of strings"),
 ]
 Prompt = Annotated[
     Annotated[str, Tag("<string>")]
@@ -65,7 +47,7 @@ Prompt = Annotated[
     | Annotated[
         list[Annotated[TokenIds, Field(min_length=1)]], Field(fail_fast=True), Tag("<lists>")
     ],
-    _union(_kind_of_prompt, "a string, or a list of strings, token ids or lists of token ids"),
+    union(_kind_of_prompt, "a string, or a list of strings, token ids or lists of token ids"),
 ]
 
 
@@ -261,82 +243,6 @@ class CompletionRequest(OpenAIRequest):
     """Must equal n."""
     add_special_tokens: bool = True
     """Add the tokenizer's special tokens, such as the begin token."""
-
-
-@with_config(extra="allow")
-class TextPart(TypedDict):
-    type: Literal["text"]
-    text: str
-
-
-def _arguments(value: Any) -> dict[str, Any]:
-    """OpenAI writes a call's arguments as JSON; templates expect them as an object, as in vLLM."""
-    if isinstance(value, str):
-        value = pydantic_core.from_json(value or "{}", allow_inf_nan=False)
-    if not isinstance(value, dict):
-        raise ValueError("Input should be a JSON object, or a string of one")
-    return value
-
-
-@with_config(extra="allow")
-class FunctionCall(TypedDict):
-    name: str
-    arguments: NotRequired[
-        Annotated[
-            Any,
-            AfterValidator(_arguments),
-            WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
-        ]
-    ]
-
-
-@with_config(extra="allow")
-class ToolCall(TypedDict):
-    id: NotRequired[str | None]
-    type: NotRequired[Literal["function"]]
-    function: FunctionCall
-
-
-Content = Annotated[
-    Annotated[str, Tag("<string>")]
-    | Annotated[list[TextPart], Field(fail_fast=True), Tag("<list>")],
-    _union(_kind, "a string or a list of text parts"),
-]
-
-
-@with_config(extra="allow")
-class Message(TypedDict):
-    """All fields reach the chat template, such as a tool's `tool_call_id`."""
-
-    role: str
-    content: Content
-    name: NotRequired[str | None]
-
-
-@with_config(extra="allow")
-class CallingMessage(TypedDict):
-    """A message that calls tools, with or without a content."""
-
-    role: Literal["assistant"]
-    content: NotRequired[
-        Annotated[
-            Annotated[None, Tag("<none>")] | Annotated[Content, Tag("<some>")],
-            Discriminator(lambda value: "<none>" if value is None else "<some>"),
-        ]
-    ]
-    name: NotRequired[str | None]
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1, fail_fast=True)]
-
-
-def _kind_of_message(value: Any) -> str:
-    calls = isinstance(value, dict) and value.get("tool_calls")
-    return "<calls>" if calls else "<message>"
-
-
-AnyMessage = Annotated[
-    Annotated[Message, Tag("<message>")] | Annotated[CallingMessage, Tag("<calls>")],
-    Discriminator(_kind_of_message),
-]
 
 
 class Templated(Body):

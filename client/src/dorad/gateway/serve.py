@@ -52,6 +52,8 @@ class Settings:
     """Of requests that do not choose one."""
     served_model_name: str = ""
     """The base model's id. "": the name of its folder."""
+    image_roots: tuple[Path, ...] = ()
+    """Files of images are read below these folders only."""
     rl: RlOptions | None = None
     """None: without the routes of RL libraries."""
 
@@ -122,6 +124,7 @@ async def serve(
             exposed=exposed,
             logprobs_mode=settings.logprobs_mode,
             served_model_name=settings.served_model_name,
+            image_roots=settings.image_roots,
         )
         # A server that is not up yet is checked before each caller instead.
         if exposed and await gateway.admission.is_open():

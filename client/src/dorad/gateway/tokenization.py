@@ -17,7 +17,8 @@ from dorad.gateway.callers import Caller
 from dorad.gateway.core import LONG_TEXT, Gateway
 from dorad.gateway.errors import Refusal
 from dorad.gateway.http import Endpoint, answer, long_answer, read_json
-from dorad.gateway.requests import AnyMessage, Templated
+from dorad.gateway.messages import AnyMessage
+from dorad.gateway.requests import Templated
 from dorad.gateway.responses import (
     Answer,
     DetokenizeResponse,
@@ -64,13 +65,14 @@ async def _tokenize(gateway: Gateway, request: Request, caller: Caller) -> Respo
         raise Refusal(400, "FIELD_MISSING", message, param="prompt")
     text = gateway.needs_text()
     await _check_model(gateway, caller, body.model)
-    written, special = body.prompt or "", True
+    special = body.add_special_tokens
     if body.messages is not None:
         messages: list[Mapping[str, Any]] = [*body.messages]
-        written, special = chat.written(text, messages, body.template_variables()), False
-    if body.add_special_tokens is not None:
-        special = body.add_special_tokens
-    ids = await gateway.encode(written, special_tokens=special)
+        ids, _ = await chat.prompt_of(
+            gateway, messages, body.template_variables(), special_tokens=bool(special)
+        )
+    else:
+        ids = await gateway.encode(body.prompt or "", special_tokens=special is not False)
     return await long_answer(
         {
             "count": len(ids),

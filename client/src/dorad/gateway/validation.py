@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import pydantic
 import pydantic_core
-from pydantic import Field
+from pydantic import Discriminator, Field
 
 from dorad.errors import Violation
 from dorad.gateway.errors import Refusal
@@ -16,7 +16,12 @@ from dorad.gateway.errors import Refusal
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(fail_fast=True)]
 
-_REASONS = {"missing": "FIELD_MISSING", "extra_forbidden": "FIELD_UNKNOWN"}
+_REASONS = {
+    "missing": "FIELD_MISSING",
+    "extra_forbidden": "FIELD_UNKNOWN",
+    "video": "VIDEO_UNSUPPORTED",
+    "audio": "AUDIO_UNSUPPORTED",
+}
 
 
 class Body(pydantic.BaseModel):
@@ -32,6 +37,19 @@ class Body(pydantic.BaseModel):
         if not isinstance(given, dict):
             return given
         return {name: value for name, value in given.items() if value is not None}
+
+
+def kind_of(value: Any) -> str | None:
+    """The tag of a union's member: pydantic then reports the errors of this member only."""
+    if isinstance(value, list):
+        return "<list>"
+    return "<string>" if isinstance(value, str) else None
+
+
+def union(kind: Callable[[Any], str | None], expected: str) -> Discriminator:
+    return Discriminator(
+        kind, custom_error_type="union", custom_error_message=f"Input should be {expected}"
+    )
 
 
 M = TypeVar("M", bound=Body)

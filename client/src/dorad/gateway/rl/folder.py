@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from dorad._channel import CHUNK_BYTES
 from dorad._publish import CONFIG_FILE, TENSORS_FILE, Image, PeftFolder
 from dorad.gateway.errors import Refusal
+from dorad.gateway.files import open_below
 
 _CONFIG_BYTES = 1 << 20
 
@@ -96,31 +96,12 @@ def _not_allowed(path: str) -> Refusal:
 
 
 def _open(root: Path, path: Path) -> int:
-    """Opens a regular file below a root. The path may change at any time: no link is followed from
-    the root on."""
     try:
-        real = Path(os.path.realpath(path, strict=True))
-    except OSError:
+        return open_below(root, path)
+    except PermissionError:
+        raise _not_allowed(str(path)) from None
+    except FileNotFoundError:
         raise _missing(path) from None
-    if not real.is_relative_to(root):
-        raise _not_allowed(str(path))
-    *folders, name = real.relative_to(root).parts
-    with contextlib.ExitStack() as stack:
-        try:
-            at = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            stack.callback(os.close, at)
-            for folder in folders:
-                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-                at = os.open(folder, flags, dir_fd=at)
-                stack.callback(os.close, at)
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            descriptor = os.open(name, flags, dir_fd=at)
-        except OSError:
-            raise _missing(path) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise _missing(path)
-    return descriptor
 
 
 def _missing(path: Path) -> Refusal:
