@@ -171,6 +171,7 @@ def url_data(data):
     return base64.b64encode(data).decode()
 
 
+@pytest.mark.filterwarnings("ignore:Palette images")
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "LA", "1", "I;16", "CMYK"])
 def test_pictures_of_every_mode_are_read_as_transformers_does(http, grpc_client, folder, mode):
     picture = photo(4, 10, 10, "RGB").convert("I") if mode == "I;16" else photo(4, 10, 10, mode)

@@ -7,6 +7,7 @@ import enum
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -246,6 +247,12 @@ def generate(
     base: BaseOption = False,
     system: Annotated[str, typer.Option("--system", help="System message.")] = "",
     raw: Annotated[bool, typer.Option("--raw", help="Plain text: no chat template.")] = False,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Picture before the text: PNG, JPEG or WebP. Needs --model. Repeatable.",
+        ),
+    ] = None,
     n: Annotated[int, typer.Option("--n", "-n", help="Samples for each adapter.", min=1)] = 1,
     max_tokens: Annotated[
         int, typer.Option(help="Maximum number of tokens of a sample.", min=1)
@@ -311,10 +318,11 @@ def generate(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Generate from one prompt with several adapters side by side."""
-    ready = read(prompt, token_ids, model, chat=not raw, system=system)
+    ready = read(prompt, token_ids, model, chat=not raw, system=system, pictures=image or ())
     if stop and ready.text is None:
         raise typer.BadParameter("needs --model, for its tokenizer", param_hint="--stop")
     options: dorad.GenerateOptions = {
+        "images": ready.images,
         "n": n,
         "max_tokens": max_tokens,
         "min_tokens": min_tokens,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import dorad
 from dorad.cli.completion import complete_reference
 
 if TYPE_CHECKING:
+    from dorad.pictures import ModelPictures
     from dorad.text import ModelText
 
 ModelOption = Annotated[
@@ -42,10 +45,11 @@ BaseOption = Annotated[
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and the tokenizer if a model folder was given."""
+    """Token ids with their images, and the tokenizer if a model folder was given."""
 
     token_ids: list[int]
     text: ModelText | None
+    images: list[dorad.Image] | None = None
 
     def decode(self, token_ids: list[int]) -> str:
         """Text, or the ids if there is no tokenizer."""
@@ -82,10 +86,35 @@ def _load(model: Path | None) -> ModelText | None:
     return ModelText(model)
 
 
+def _pictures(model: Path, files: Sequence[Path]) -> tuple[ModelPictures, list[Any]]:
+    """The model's processor, and the pictures of the files."""
+    from dorad.pictures import ModelPictures
+
+    processor, pictures = ModelPictures(model), []
+    for file in files:
+        try:
+            pictures.append(processor.read(file.read_bytes()))
+        except OSError as error:
+            message = f"cannot read {file}: {error.strerror}"
+            raise typer.BadParameter(message, param_hint="--image") from error
+        except ValueError as error:
+            raise typer.BadParameter(f"{file}: {error}", param_hint="--image") from error
+    return processor, pictures
+
+
 def read(
-    prompt: str | None, token_ids: str, model: Path | None, *, chat: bool, system: str = ""
+    prompt: str | None,
+    token_ids: str,
+    model: Path | None,
+    *,
+    chat: bool,
+    system: str = "",
+    pictures: Sequence[Path] = (),
 ) -> Prompt:
     """The prompt of `generate` (chat) or `score` (plain text). "-" or a pipe: standard input."""
+    if pictures and (token_ids or not chat):
+        other = "--token-ids" if token_ids else "--raw"
+        raise typer.BadParameter(f"needs the chat template: not with {other}", param_hint="--image")
     if token_ids:
         if prompt is not None:
             raise typer.BadParameter("give a text or --token-ids, not both", param_hint="PROMPT")
@@ -99,7 +128,19 @@ def read(
         )
     if prompt is None or prompt == "-":
         prompt = sys.stdin.read()
+    if pictures and not text.has_chat_template:
+        message = f"needs a chat template, and {model} has none"
+        raise typer.BadParameter(message, param_hint="--image")
     if not chat or not text.has_chat_template:
         return Prompt(text.encode(prompt), text)
-    messages = [{"role": "system", "content": system}] if system else []
-    return Prompt(text.encode_chat([*messages, {"role": "user", "content": prompt}]), text)
+    messages: list[Any] = [{"role": "system", "content": system}] if system else []
+    if not pictures:
+        return Prompt(text.encode_chat([*messages, {"role": "user", "content": prompt}]), text)
+    processor, found = _pictures(text.folder, pictures)
+    content = [*({"type": "image"} for _ in found), {"type": "text", "text": prompt}]
+    ids = text.encode_chat([*messages, {"role": "user", "content": content}])
+    try:
+        ids, images = processor.place(ids, found)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--image") from error
+    return Prompt(ids, text, images)
