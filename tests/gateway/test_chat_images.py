@@ -18,6 +18,7 @@ from dorad.text import ModelText
 from lib.gateway import running_gateway
 from lib.pictures import data_url, encoded, photo, processed
 from lib.server import device, serve
+from lib.toxics import BadNetwork, Toxic
 
 pytestmark = [
     pytest.mark.skipif(device() != "cpu", reason="GPUs serve no images yet"),
@@ -397,11 +398,26 @@ def test_a_missing_library_names_its_extra(folder, missing):
     assert "dorad[images]" in run.stdout, run.stderr
 
 
-def test_an_image_is_decoded_for_each_request_and_sent_once(http, server):
-    """The server's counter of encoded images: one for all requests with the same picture."""
-    picture = photo(77, 16, 12)
-    before = server.metric("dorad_image_encode_seconds_count")
-    first = ask(http, image(data_url(encoded(picture))))
-    for _ in range(3):
-        assert ask(http, image(data_url(encoded(picture)))) == first
-    assert server.metric("dorad_image_encode_seconds_count") - before == 1
+def test_the_servers_get_an_image_once(server, folder, tmp_path):
+    """For all requests, of callers with different metadata, whole and streamed."""
+    size = 28 * 4 * 24 * 4  # bytes of pixels: tokens, patches of each, elements of each, fp32
+    url = data_url(encoded(photo(77, 16, 28)))
+    with (
+        BadNetwork(server.grpc, Toxic()) as network,
+        running_gateway(
+            network.target, "--tokenizer", folder, "--served-model-name", "base", scratch=tmp_path
+        ) as running,
+        httpx.Client(base_url=running.url, timeout=60) as http,
+    ):
+
+        def sent(**options):
+            before = network.sent
+            assert chat(http, image(url), text("?"), **options).status_code == 200
+            return network.sent - before
+
+        assert sent() > size
+        for number in range(3):
+            http.headers["authorization"] = f"Bearer caller-{number}"
+            assert sent(n=4) < size / 2
+            assert sent(stream=True) < size / 2
+            assert sent(stop="zzz") < size / 2

@@ -9,9 +9,12 @@ import dorad.aio
 import numpy as np
 import pytest
 from dorad._aio.images import SentImages
+from dorad._sync.images import CallImages
 from dorad._sync.images import SentImages as SyncSentImages
+from dorad.v1 import inference_pb2
 from lib.pictures import inputs_of, picture, prompt_of
 from lib.server import command, device, free_port, serve, start
+from lib.tokens import write_tokens
 
 pytestmark = pytest.mark.skipif(device() != "cpu", reason="GPUs serve no images yet")
 
@@ -236,21 +239,72 @@ def test_a_pool_sends_each_of_its_servers_the_pixels_once(zoo):
         serve(zoo.model("qwen3_vl"), {}) as one,
         serve(zoo.model("qwen3_vl"), {}) as two,
     ):
-        recorders = []
+        recorders = {}
 
         def connect(target):
             client = dorad.aio.Client(target)
-            recorders.append(Recorder(client))
+            recorders[target] = Recorder(client)
             return client
 
-        calls = [prompt(seed, after) for after in range(6, 22) for seed in (1, 2, 3)]
+        calls = [prompt(seed, after) for after in range(6, 14) for seed in (1, 2, 3)]
         requests = [dorad.GenerateRequest(ids, images=images, **OPTIONS) for ids, images in calls]
-        with dorad.RolloutPool([one.grpc, two.grpc], connect=connect) as pool:
-            for _ in range(2):
-                assert len(pool.generate_many(requests)) == len(requests)
-            assert all(recorder.calls for recorder in recorders)
-            for recorder in recorders:
-                assert recorder.with_pixels() <= 3
+        with dorad.RolloutPool([one.grpc], connect=connect) as pool:
+            first = pool.generate_many(requests)
+            assert recorders[one.grpc].with_pixels() == 3
+            pool.add(two.grpc)
+            pool.remove(one.grpc)
+            for answer, again in zip(first, pool.generate_many(requests), strict=True):
+                same(answer, again)
+            assert recorders[two.grpc].with_pixels() == 3
+            pool.generate_many(requests)
+            assert recorders[two.grpc].with_pixels() == 0
+
+
+def test_tenants_that_share_a_connection_bring_their_own_pixels(zoo, tmp_path):
+    tokens = {"a": ("team-a", ["infer"]), "b": ("team-b", ["infer"])}
+    write_tokens(
+        tmp_path / "tokens", tokens, {team: {"adapters": f"{team}."} for team, _ in tokens.values()}
+    )
+    settings = {"security.tokens_file": tmp_path / "tokens"}
+    ids, images = prompt()
+    with (
+        serve(zoo.model("qwen3_vl"), {}, settings) as server,
+        dorad.Client(server.grpc, token="a-token") as a,
+    ):
+        recorder = Recorder(a)
+        b = a.with_metadata([("authorization", "Bearer b-token")])
+        first = a.generate(ids, images=images, **OPTIONS)
+        same(first, b.generate(ids, images=images, **OPTIONS))
+        assert recorder.taken() == [[SIZE], [0], [SIZE]]
+        for caller in (a, b):
+            same(first, caller.generate(ids, images=images, **OPTIONS))
+        assert recorder.taken() == [[0], [0]]
+
+
+def test_a_refusal_that_comes_late_does_not_count_against_pixels_sent_since():
+    message = inference_pb2.GenerateRequest(images=[inference_pb2.Image()])
+    sent = SyncSentImages()
+    _, images = prompt()
+    missing = dorad.Conflict(
+        "", code="FAILED_PRECONDITION", reason="IMAGE_MISSING",
+        metadata={"sha256": images[0].sha256.hex()},
+    )  # fmt: skip
+    first, early, late = (CallImages(sent, images) for _ in range(3))
+
+    def size(call):
+        return len(call.message(message).images[0].data)
+
+    assert size(first) == SIZE
+    first.arrived()
+    assert (size(early), size(late)) == (0, 0)  # Then the server starts anew.
+    assert early.lacking(missing)
+    assert size(early) == SIZE
+    early.arrived()
+    assert late.lacking(missing)
+    assert size(late) == 0
+    assert late.lacking(missing)
+    assert size(late) == SIZE
+    assert not late.lacking(missing)  # It has sent them.
 
 
 @pytest.mark.parametrize("kind", [SentImages, SyncSentImages])

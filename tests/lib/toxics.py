@@ -50,6 +50,7 @@ class BadNetwork:
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
         self.connections = 0
+        self.sent = 0  # bytes of all clients so far
         self.broken = threading.Event()  # a connection is beyond its bytes
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.target = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -92,6 +93,8 @@ class BadNetwork:
         passed = 0
         with contextlib.suppress(OSError):
             while data := client.recv(1 << 16):
+                with self._lock:
+                    self.sent += len(data)
                 if "silent" not in broken:
                     passed += self._pass_on(data, server, toxic)
                 broken |= toxic.broken_by(passed)
