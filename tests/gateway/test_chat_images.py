@@ -4,6 +4,7 @@ mistakes are refused by name."""
 import base64
 import io
 import os
+import random
 import struct
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import httpx
 import openai
 import PIL.Image
 import pytest
+from dorad.pictures import ModelPictures
 from dorad.text import ModelText
 from lib.gateway import running_gateway
 from lib.pictures import data_url, encoded, photo, processed
@@ -396,6 +398,34 @@ def test_a_missing_library_names_its_extra(folder, missing):
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert "dorad[images]" in run.stdout, run.stderr
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_broken_pictures_are_refused_or_read(folder):
+    """Whatever is broken in a file: ValueError, and no other error of a format's reader."""
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6
+    whole = [
+        encoded(photo(1, 16, 16, mode), kind, **options)
+        for mode, kind, options in (
+            ("RGB", "PNG", {"exif": exif}),
+            ("P", "PNG", {}),
+            ("RGB", "JPEG", {"exif": exif}),
+            ("L", "JPEG", {"progressive": True}),
+            ("RGB", "WEBP", {"exif": exif}),
+            ("RGBA", "WEBP", {"lossless": True}),
+        )
+    ]
+    pictures, choose, refused = ModelPictures(folder), random.Random(1), 0
+    for _ in range(1000):
+        data = bytearray(choose.choice(whole))
+        for _ in range(choose.choice([1, 2, 10])):
+            data[choose.randrange(len(data))] = choose.randrange(256)
+        try:
+            assert pictures.read(bytes(data)).mode == "RGB"
+        except ValueError:
+            refused += 1
+    assert 0 < refused < 1000
 
 
 def test_the_servers_get_an_image_once(server, folder, tmp_path):

@@ -51,7 +51,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
                     raise ClientGone
                 body += message.get("body", b"")
                 if len(body) > limits.body_bytes:
-                    text = f"the body has more than {limits.body_bytes} bytes"
+                    text = f"the body has more than {limits.body_bytes} bytes (--max-body-bytes)"
                     raise Refusal(413, "BODY_TOO_LARGE", text)
                 if not message.get("more_body", False):
                     return bytes(body)

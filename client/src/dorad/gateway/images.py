@@ -8,6 +8,7 @@ import binascii
 import os
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -47,7 +48,8 @@ class Images:
     def __init__(self, folder: Path | None, roots: Sequence[Path] = ()) -> None:
         self._folder = folder
         self._roots = [Path(os.path.realpath(root)) for root in roots]
-        self._places = asyncio.Semaphore(_AT_ONCE)
+        # Their own: one whose caller is gone still counts until it ends.
+        self._threads = ThreadPoolExecutor(_AT_ONCE, "images")
         self._loading = asyncio.Lock()
         self._pictures: ModelPictures | None = None
 
@@ -86,8 +88,7 @@ class Images:
                     raise Refusal(400, "IMAGE_TOO_LARGE", message, param=field)
             return ids, images
 
-        async with self._places:
-            return await asyncio.to_thread(run)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
     async def _loaded(self) -> ModelPictures:
         """The processor: it is slow to load, and gateways for text do without."""
