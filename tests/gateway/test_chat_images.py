@@ -1,24 +1,28 @@
 """Chats with images: the gateway's prompt is that of the model's own processor, and a user's
 mistakes are refused by name."""
 
+import asyncio
 import base64
 import io
+import json
 import os
 import random
 import struct
-import subprocess
 import sys
 import zlib
+from types import SimpleNamespace
 
 import dorad
 import httpx
 import openai
 import PIL.Image
 import pytest
+from dorad.gateway.errors import Refusal
+from dorad.gateway.images import Images
 from dorad.pictures import ModelPictures
 from dorad.text import ModelText
 from lib.gateway import running_gateway
-from lib.pictures import data_url, encoded, photo, processed
+from lib.pictures import PROCESSOR, data_url, encoded, photo, processed
 from lib.server import device, serve
 from lib.toxics import BadNetwork, Toxic
 
@@ -388,16 +392,50 @@ def test_a_folder_without_a_processor_is_refused_by_name(server, zoo, tmp_path):
         assert "preprocessor_config.json" in error["message"]
 
 
-@pytest.mark.parametrize("missing", ["PIL", "transformers"])
-def test_a_missing_library_names_its_extra(folder, missing):
-    code = (
-        f"import sys; sys.modules[{missing!r}] = None\n"
-        "from dorad.pictures import ModelPictures\n"
-        f"try: ModelPictures({str(folder)!r})\n"
-        "except ImportError as error: print(error)"
+@pytest.mark.parametrize("missing", ["PIL", "transformers.models.auto.image_processing_auto"])
+def test_a_missing_library_names_its_extra(folder, missing, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, f"{missing}.Image", raising=False)
+    images = Images(folder)
+    limits = SimpleNamespace(max_image_tokens=9)
+    with pytest.raises(Refusal) as error:
+        asyncio.run(images.place([3], {"url": data_url(PNG)}, limits))
+    assert error.value.reason == "IMAGES_NOT_CONFIGURED" and error.value.status == 400
+    assert "pip install 'dorad[images]'" in error.value.message
+
+
+def files_of(folder, copy, **files):
+    for file in folder.iterdir():
+        if "processor" not in file.name:
+            (copy / file.name).symlink_to(file)
+    for name, value in files.items():
+        (copy / f"{name}.json").write_text(value if isinstance(value, str) else json.dumps(value))
+    return copy
+
+
+def test_a_processor_that_transformers_5_saved_is_the_same(folder, tmp_path):
+    copy = files_of(folder, tmp_path, processor_config={"image_processor": PROCESSOR})
+    (one,), (other,) = (
+        pictures.place([3], [pictures.read(PNG)])[1]
+        for pictures in (ModelPictures(folder), ModelPictures(copy))
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert "dorad[images]" in run.stdout, run.stderr
+    assert (one.sha256, one.grid, one.length) == (other.sha256, other.grid, other.length)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"processor_config": {"processor_class": "Qwen3VLProcessor"}},
+        {"preprocessor_config": "{"},
+        {"preprocessor_config": {"image_processor_type": "Unknown"}},
+    ],
+    ids=["none", "no-images", "no-json", "unknown"],
+)
+def test_a_processor_that_cannot_be_read_is_named(folder, tmp_path, files):
+    copy = files_of(folder, tmp_path, **files)
+    with pytest.raises((ValueError, FileNotFoundError), match=str(copy)):
+        ModelPictures(copy)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

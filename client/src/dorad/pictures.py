@@ -21,13 +21,16 @@ from dorad.images import from_processor
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 _MODEL_TYPES = ("qwen3_vl",)
+# transformers 5 writes the second, with the image processor in it.
+_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 class ModelPictures:
     """The image processor of one Hugging Face model folder. Thread-safe.
 
     Args:
-      folder: has config.json and preprocessor_config.json, of a model whose images dorad serves.
+      folder: has config.json and preprocessor_config.json (or, of transformers 5,
+        processor_config.json), of a model whose images dorad serves.
 
     Raises:
       ImportError: transformers or Pillow is missing.
@@ -43,8 +46,8 @@ class ModelPictures:
                 f"{root} holds a model of type {kind!r}: images are for {', '.join(_MODEL_TYPES)}"
             )
         self.image_token_id = int(config["image_token_id"])
-        if not (root / "preprocessor_config.json").is_file():
-            raise FileNotFoundError(f"{root} has no preprocessor_config.json")
+        if not any((root / name).is_file() for name in _FILES):
+            raise FileNotFoundError(f"{root} has neither {' nor '.join(_FILES)}")
         try:
             import PIL.Image
 
@@ -55,7 +58,10 @@ class ModelPictures:
         # The size of a picture is known before its pixels are: too many are an error, no warning.
         warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
         auto: Any = AutoImageProcessor
-        self._processor = auto.from_pretrained(root, local_files_only=True)
+        try:
+            self._processor = auto.from_pretrained(root, local_files_only=True)
+        except OSError as error:
+            raise ValueError(f"{root} has no image processor that can be read: {error}") from error
 
     def read(self, data: bytes) -> Any:
         """The picture of a file as transformers reads it: upright, RGB.
