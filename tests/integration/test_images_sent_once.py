@@ -12,7 +12,7 @@ from dorad._aio.images import SentImages
 from dorad._sync.images import CallImages
 from dorad._sync.images import SentImages as SyncSentImages
 from dorad.v1 import inference_pb2
-from lib.pictures import inputs_of, picture, prompt_of
+from lib.pictures import Picture, inputs_of, prompt_of
 from lib.server import command, device, free_port, serve, start
 from lib.tokens import write_tokens
 
@@ -48,7 +48,7 @@ class Recorder:
 
 
 def prompt(seed=1, after=6):
-    return prompt_of(inputs_of([5, picture(seed, 4, 4), after]))
+    return prompt_of(inputs_of("qwen3_vl", [5, Picture(seed, 4, 4), after]))
 
 
 SIZE = len(prompt()[1][0].data)
@@ -106,7 +106,7 @@ def test_an_image_in_several_places_of_a_request_goes_once(client):
     scores = client.score([ids, ids], images=[images, images])
     assert recorder.taken() == [[SIZE, 0]]
     assert np.array_equal(scores.logprobs[0][0][1:], scores.logprobs[1][0][1:])
-    ids, images = prompt_of(inputs_of([5, picture(2, 4, 4), 6, picture(2, 4, 4), 7]))
+    ids, images = prompt_of(inputs_of("qwen3_vl", [5, Picture(2, 4, 4), 6, Picture(2, 4, 4), 7]))
     client.generate(ids, images=images, **OPTIONS)
     assert recorder.taken() == [[SIZE, 0]]
 
@@ -213,7 +213,7 @@ def test_only_the_images_that_are_missing_are_sent_again(zoo):
         for seed in (1, 2, 3):  # The third drops the first.
             client.generate(prompt(seed)[0], images=prompt(seed)[1], **OPTIONS)
         assert recorder.taken() == [[SIZE]] * 3
-        ids, images = prompt_of(inputs_of([5, picture(1, 4, 4), 6, picture(3, 4, 4), 7]))
+        ids, images = prompt_of(inputs_of("qwen3_vl", [5, Picture(1, 4, 4), 6, Picture(3, 4, 4), 7]))
         client.generate(ids, images=images, **OPTIONS)
         assert recorder.taken() == [[0, 0], [SIZE, 0]]
 
