@@ -118,9 +118,8 @@ def test_bf16_is_no_farther_from_fp32_than_that_of_peft(served, in_bf16, adapter
     assert ours < theirs
 
 
+@pytest.mark.parametrize("served", ["qwen3_vl"], indirect=True)  # its context is long enough
 def test_a_large_image_is_computed_in_pieces(served):
-    if served.family != "qwen3_vl":
-        pytest.skip("the context of the others is too short")
     for adapter in [None, "dora_tower"]:
         inputs = served.inputs(LARGE)
         ids, images = prompt_of(inputs)

@@ -213,7 +213,9 @@ def test_only_the_images_that_are_missing_are_sent_again(zoo):
         for seed in (1, 2, 3):  # The third drops the first.
             client.generate(prompt(seed)[0], images=prompt(seed)[1], **OPTIONS)
         assert recorder.taken() == [[SIZE]] * 3
-        ids, images = prompt_of(inputs_of("qwen3_vl", [5, Picture(1, 4, 4), 6, Picture(3, 4, 4), 7]))
+        ids, images = prompt_of(
+            inputs_of("qwen3_vl", [5, Picture(1, 4, 4), 6, Picture(3, 4, 4), 7])
+        )
         client.generate(ids, images=images, **OPTIONS)
         assert recorder.taken() == [[0, 0], [SIZE, 0]]
 
