@@ -97,6 +97,16 @@ __device__ inline void CopyTensorBox(uint32_t destination, const CUtensorMap* ma
       : "memory");
 }
 
+// The same of a three-dimensional tensor.
+__device__ inline void CopyTensorBox(uint32_t destination, const CUtensorMap* map, int column,
+                                     int row, int plane, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(destination),
+      "l"(map), "r"(column), "r"(row), "r"(plane), "r"(barrier)
+      : "memory");
+}
+
 // The same into all blocks of a cluster that `blocks` has a bit for: to the same place, completing
 // on the barrier at the same place.
 __device__ inline void CopyTensorBoxToBlocks(uint32_t destination, const CUtensorMap* map,

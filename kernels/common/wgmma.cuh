@@ -52,6 +52,8 @@ __device__ inline void WgmmaWait() {
 #define DORAD_P8 DORAD_P4 ",%4,%5,%6,%7"
 #define DORAD_P16 DORAD_P8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define DORAD_P32 DORAD_P16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define DORAD_P36 DORAD_P32 ",%32,%33,%34,%35"
+#define DORAD_P40 DORAD_P36 ",%36,%37,%38,%39"
 #define DORAD_P48 DORAD_P32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define DORAD_P64                                                                    \
   DORAD_P32                                                                          \
@@ -71,6 +73,8 @@ __device__ inline void WgmmaWait() {
 #define DORAD_D8(i) DORAD_D4(i), DORAD_D4(i + 4)
 #define DORAD_D16(i) DORAD_D8(i), DORAD_D8(i + 8)
 #define DORAD_D32(i) DORAD_D16(i), DORAD_D16(i + 16)
+#define DORAD_D36(i) DORAD_D32(i), DORAD_D4(i + 32)
+#define DORAD_D40(i) DORAD_D32(i), DORAD_D8(i + 32)
 #define DORAD_D48(i) DORAD_D32(i), DORAD_D16(i + 32)
 #define DORAD_D64(i) DORAD_D32(i), DORAD_D32(i + 32)
 #define DORAD_D88(i) DORAD_D64(i), DORAD_D16(i + 64), DORAD_D8(i + 80)
@@ -134,6 +138,10 @@ template <int kN>
 __device__ inline void WgmmaByK(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b_tile) {
   if constexpr (kN == 64) {
     DORAD_WGMMA_A(64, DORAD_P32, DORAD_D32(0), 32, 33, 34, 35, 36, 1);
+  } else if constexpr (kN == 72) {
+    DORAD_WGMMA_A(72, DORAD_P36, DORAD_D36(0), 36, 37, 38, 39, 40, 1);
+  } else if constexpr (kN == 80) {
+    DORAD_WGMMA_A(80, DORAD_P40, DORAD_D40(0), 40, 41, 42, 43, 44, 1);
   } else {
     static_assert(kN == 128);
     DORAD_WGMMA_A(128, DORAD_P64, DORAD_D64(0), 64, 65, 66, 67, 68, 1);
@@ -151,6 +159,8 @@ __device__ inline void WgmmaNarrow(float (&d)[4], const uint32_t (&a)[4], uint64
 #undef DORAD_P8
 #undef DORAD_P16
 #undef DORAD_P32
+#undef DORAD_P36
+#undef DORAD_P40
 #undef DORAD_P48
 #undef DORAD_P64
 #undef DORAD_P88
@@ -160,6 +170,8 @@ __device__ inline void WgmmaNarrow(float (&d)[4], const uint32_t (&a)[4], uint64
 #undef DORAD_D8
 #undef DORAD_D16
 #undef DORAD_D32
+#undef DORAD_D36
+#undef DORAD_D40
 #undef DORAD_D48
 #undef DORAD_D64
 #undef DORAD_D88

@@ -10,7 +10,7 @@
 namespace dorad::kernels {
 
 // Query rows of one tile, at most.
-inline constexpr int32_t kSegmentTileRows = 128;
+inline constexpr int32_t kSegmentTileRows = 192;
 
 // Rows [row, row + rows) of a segment's rows [begin, end).
 struct SegmentTile {
@@ -23,14 +23,15 @@ struct SegmentTile {
 // out = softmax(scale · q kᵀ) v for each row and head. A row's result depends on its segment only,
 // to the last bit: keys are taken in tiles of 64 from the segment's begin.
 struct SegmentAttentionParams {
-  const __nv_bfloat16* qkv = nullptr;  // [all rows, 3, heads, head_dim], 16-byte aligned
+  const __nv_bfloat16* qkv = nullptr;  // [rows, 3, heads, head_dim], 16-byte aligned
+  int32_t rows = 0;
   int32_t heads = 0;
   int32_t head_dim = 0;                // a multiple of 8, at most 128
   const SegmentTile* tiles = nullptr;  // device
   int32_t num_tiles = 0;
   int32_t first_row = 0;  // the one at out[0]
   float softmax_scale = 0.0f;
-  __nv_bfloat16* out = nullptr;  // [rows, heads · head_dim], 4-byte aligned
+  __nv_bfloat16* out = nullptr;  // of the tiles' rows, [.., heads · head_dim], 4-byte aligned
 };
 
 // Whether SegmentAttention has the head size.

@@ -23,13 +23,10 @@ from dorad.pictures import ModelPictures
 from dorad.text import ModelText
 from lib.gateway import running_gateway
 from lib.pictures import PROCESSOR, data_url, encoded, photo, processed
-from lib.server import device, serve
+from lib.server import serve
 from lib.toxics import BadNetwork, Toxic
 
-pytestmark = [
-    pytest.mark.skipif(device() != "cpu", reason="GPUs serve no images yet"),
-    pytest.mark.timeout(180),
-]
+pytestmark = pytest.mark.timeout(180)
 
 MAX_IMAGES, MAX_TOKENS = 3, 30
 SAMPLED = {"max_tokens": 6, "temperature": 1.0, "seed": 11, "ignore_eos": True}
@@ -418,6 +415,17 @@ def test_a_processor_that_transformers_5_saved_is_the_same(folder, tmp_path):
     (one,), (other,) = (
         pictures.place([3], [pictures.read(PNG)])[1]
         for pictures in (ModelPictures(folder), ModelPictures(copy))
+    )
+    assert (one.sha256, one.grid, one.length) == (other.sha256, other.grid, other.length)
+
+
+def test_qwen25_vl_has_the_same_processor(folder, zoo):
+    (one,), (other,) = (
+        pictures.place([3], [pictures.read(PNG)])[1]
+        for pictures in (
+            ModelPictures(folder),
+            ModelPictures(zoo.model_with_processor("qwen25_vl")),
+        )
     )
     assert (one.sha256, one.grid, one.length) == (other.sha256, other.grid, other.length)
 

@@ -7,11 +7,10 @@ import pytest
 from dorad.cli.app import app
 from dorad.text import ModelText
 from lib.pictures import encoded, photo, processed
-from lib.server import device, serve
+from lib.server import serve
 from typer.testing import CliRunner
 
 pytestmark = [
-    pytest.mark.skipif(device() != "cpu", reason="GPUs serve no images yet"),
     pytest.mark.usefixtures("own_environment"),
 ]
 

@@ -13,10 +13,8 @@ from dorad._sync.images import CallImages
 from dorad._sync.images import SentImages as SyncSentImages
 from dorad.v1 import inference_pb2
 from lib.pictures import Picture, inputs_of, prompt_of
-from lib.server import command, device, free_port, serve, start
+from lib.server import command, free_port, serve, start
 from lib.tokens import write_tokens
-
-pytestmark = pytest.mark.skipif(device() != "cpu", reason="GPUs serve no images yet")
 
 OPTIONS = {"max_tokens": 2, "ignore_eos": True, "seed": 5, "logprobs": "raw"}
 

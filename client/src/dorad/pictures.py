@@ -20,7 +20,7 @@ from dorad import types as t
 from dorad.images import from_processor
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-_MODEL_TYPES = ("qwen3_vl",)
+_MODEL_TYPES = ("qwen3_vl", "qwen2_5_vl")
 # transformers 5 writes the second, with the image processor in it.
 _FILES = ("preprocessor_config.json", "processor_config.json")
 

@@ -41,8 +41,6 @@ absl::Status Grow(DeviceBuffer* buffer, MemoryLedger* ledger, int64_t bytes) {
   return absl::OkStatus();
 }
 
-static_assert(kLeastRows % kernels::kSegmentTileRows == 0);
-
 // Of attention and MLP of `rows` patches of an image in one block.
 double AttendOperations(const model::VisionConfig& vision, int64_t rows, int64_t patches) {
   const auto width = static_cast<double>(vision.width);
@@ -413,6 +411,7 @@ absl::Status VisionEncoder::Attention(const Chunk& chunk) {
   const int32_t first = begins[work_->chunk];
   kernels::SegmentAttentionParams params;
   params.qkv = buffers_.qkv;
+  params.rows = static_cast<int32_t>(work_->patches);
   params.heads = static_cast<int32_t>(vision_.heads);
   params.head_dim = static_cast<int32_t>(vision_.head_dim());
   params.tiles = (windowed ? buffers_.window_tiles : buffers_.frame_tiles) + first;

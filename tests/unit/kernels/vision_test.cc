@@ -65,6 +65,7 @@ TEST_F(VisionTest, SegmentAttentionSeesTheWholeSegmentAndNoOther) {
       const DeviceBuffer<Bf16> out(int64_t{rows} * width);
       SegmentAttentionParams params;
       params.qkv = d_qkv.get();
+      params.rows = rows;
       params.heads = heads;
       params.head_dim = dim;
       params.tiles = d_tiles.get();
@@ -131,7 +132,7 @@ TEST_F(VisionTest, SegmentAttentionRefusesWhatItCannotHold) {
   SegmentAttentionParams params;
   params.qkv = params.out = memory.get();
   params.tiles = tile.get();
-  params.num_tiles = params.heads = 1;
+  params.num_tiles = params.heads = params.rows = 1;
   params.softmax_scale = 1.0f;
   for (const int dim : {0, 4, 12, 136}) {
     params.head_dim = dim;
