@@ -30,10 +30,14 @@ size_t WorkspaceBytes(const LinearGroup& group, int64_t rows) {
   return kernels::DoraLinearWorkspaceBytes(ShapeOf(group), static_cast<int>(block), kMaxRank);
 }
 
+// The most rows for which reading the weights once for each block is faster than one launch, whose
+// tiles are of 128 rows. The results are the same.
+constexpr int64_t kMostRowsInBlocks = 384;
+static_assert(kMostRowsInBlocks >= kernels::kDoraLinearMaxRows);
+
 // Whether all rows can go through one launch.
 bool TakenAtOnce(const LinearGroup& group, const LinearRows& rows) {
-  return rows.rows > kernels::kDoraLinearMaxRows &&
-         rows.ranges.size() <= kernels::kPrefillMaxSegments &&
+  return rows.rows > kMostRowsInBlocks && rows.ranges.size() <= kernels::kPrefillMaxSegments &&
          kernels::DoraLinearPrefillWorkspaceBytes(ShapeOf(group), static_cast<int>(rows.rows),
                                                   kMaxRank) > 0;
 }

@@ -168,8 +168,11 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
       return sampler_->End();
     }
     DORAD_RETURN_IF_ERROR(batch_.Upload(batch, sequences, stream_, previous));
+    const bool decode = batch_.images().empty() &&
+                        std::all_of(sequences.begin(), sequences.end(),
+                                    [](const StepSequence& s) { return s.tokens.size() <= 1; });
     DORAD_RETURN_IF_ERROR(
-        decoder_->Forward(batch_.rows(), batch_.linear(), batch_.images(), /*decode=*/false));
+        decoder_->Forward(batch_.rows(), batch_.linear(), batch_.images(), decode));
     for (const LogitsBlock& block : batch_.samples()) {
       DORAD_ASSIGN_OR_RETURN(const float* logits, decoder_->Logits(block));
       DORAD_RETURN_IF_ERROR(sampler_->Sample(block.linear.rows, logits));

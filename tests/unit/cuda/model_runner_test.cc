@@ -190,6 +190,57 @@ TEST_P(CudaModelRunnerTest, StepsInFlightGiveTheSameBitsAsOneAtATime) {
   }
 }
 
+// Batches of one graph, and beyond: by blocks of rows, and in one launch.
+TEST_P(CudaModelRunnerTest, RowsOfLargeBatchesHaveTheBitsOfSmallOnes) {
+  constexpr int kLines = 450;
+  const auto generate = [&](int at_once) {
+    auto runner =
+        Must(MakeCudaModelRunner(model_.get(), {kLines, 128, 4 * kLines, kLines}, &ledger_));
+    std::deque<Line> lines(kLines);
+    for (int i = 0; i < kLines; ++i) {
+      lines[i].tokens = {i, 7 * i % 1000, 5};
+      lines[i].pages = {i};
+      lines[i].want.sampling.temperature = 0.8f;
+      lines[i].want.sampling.seed = static_cast<uint64_t>(i);
+      lines[i].want.logprobs = &raw_;
+      if (i % 3 != 0) lines[i].adapter = adapters_[i % 3 - 1].get();
+    }
+    for (int step = 0; step < 5; ++step) {
+      for (int first = 0; first < kLines; first += at_once) {
+        std::vector<StepSequence> sequences;
+        const int end = std::min(kLines, first + at_once);
+        for (int i = first; i < end; ++i) {
+          Line& line = lines[i];
+          StepSequence s;
+          s.position = line.begun;
+          s.tokens = absl::MakeConstSpan(line.tokens).subspan(line.begun);
+          line.begun = line.want.position = static_cast<int64_t>(line.tokens.size());
+          s.pages = line.pages;
+          s.adapter = line.adapter;
+          s.sample = &line.want;
+          sequences.push_back(s);
+        }
+        EXPECT_TRUE(runner->Begin(sequences).ok());
+        const std::vector<StepOutput> outputs = Must(runner->Finish());
+        for (int i = first; i < end; ++i) {
+          const StepOutput& output = outputs[i - first];
+          lines[i].tokens.push_back(output.token);
+          for (const float value : output.logprobs.logprobs) lines[i].logprobs.push_back(value);
+        }
+      }
+    }
+    return lines;
+  };
+  const std::deque<Line> expected = generate(90);
+  for (const int at_once : {300, kLines}) {
+    const std::deque<Line> got = generate(at_once);
+    for (int i = 0; i < kLines; ++i) {
+      ASSERT_EQ(got[i].tokens, expected[i].tokens) << at_once << " " << i;
+      ASSERT_EQ(got[i].logprobs, expected[i].logprobs) << at_once << " " << i;
+    }
+  }
+}
+
 // Three sequences of one prompt: the first computes it, the second takes its last row and copies
 // its unfinished page, the third comes later, shares a page and copies the next.
 TEST_P(CudaModelRunnerTest, RowsOfOthersAndCopiedPagesGiveTheSameBits) {
