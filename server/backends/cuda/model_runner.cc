@@ -129,6 +129,7 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
 
   absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep) override {
     DORAD_RETURN_IF_ERROR(stream_.Synchronize("going to sleep"));
+    if (encoder_ != nullptr) encoder_->Stop();
     return decoder_->ReleaseKv(keep);
   }
 
