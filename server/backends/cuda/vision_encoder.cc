@@ -27,6 +27,8 @@ constexpr int64_t kLeastRows = 512;
 constexpr int64_t kPixelRows = 1024;
 // Operations of one piece: less than a millisecond of an H100.
 constexpr double kPieceOperations = 2.2e11;
+// What a unit of few rows counts: its time is that of its launches.
+constexpr double kLeastOperations = 1.2e10;
 
 absl::Status Grow(PinnedBuffer* buffer, int64_t bytes) {
   if (buffer->bytes() >= bytes) return absl::OkStatus();
@@ -254,7 +256,9 @@ int64_t VisionEncoder::RowsOfChunk() const {
   return work_->stage == Stage::kEmbed ? kPixelRows : work_->chunk_rows;
 }
 
-double VisionEncoder::Cost() const {
+double VisionEncoder::Cost() const { return std::max(Operations(), kLeastOperations); }
+
+double VisionEncoder::Operations() const {
   const auto rows = static_cast<double>(CurrentChunk().rows);
   const auto width = static_cast<double>(vision_.width);
   const auto merged = static_cast<double>(vision_.merged_width());

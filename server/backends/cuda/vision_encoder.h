@@ -102,8 +102,9 @@ class VisionEncoder {
   absl::Status RunUnit(const engine::Image& image);
   // Moves to the next unit; false: there is none.
   bool Next();
-  // Estimate of the current unit's operations.
+  // Of the current unit, against the limit of a piece.
   double Cost() const;
+  double Operations() const;
   int64_t RowsOfChunk() const;
   Chunk CurrentChunk() const;
 
