@@ -247,6 +247,18 @@ def test_a_durable_version_is_sent_from_the_store(pair, files):
 def test_a_version_that_is_loaded_and_not_durable_is_gone(pair, files):
     first, second = pair
     first.wire.adapters.Publish(publish_parts(files.begin("lost"), files.image), timeout=60)
+    wanted = adapters_pb2.FetchAdapterRequest(
+        name="lost", version=1, safetensors_sha256=files.tensors_sha256
+    )
+
+    def is_gone():
+        try:
+            return not list(first.wire.adapters.FetchAdapter(wanted, timeout=60))
+        except grpc.RpcError:
+            return True
+
+    # Its bytes may still be there when the publish is answered.
+    wait_until(is_gone, what="the end of the upload's bytes")
     error = refused(second, files.request("lost", first.grpc))
     assert error.reason == "PEER_UNAVAILABLE"
     assert "not durable" in error.message
