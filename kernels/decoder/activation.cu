@@ -1,4 +1,5 @@
 #include "kernels/common/barrier.cuh"
+#include "kernels/common/gelu.cuh"
 #include "kernels/common/host.h"
 #include "kernels/common/launch.h"
 #include "kernels/decoder/activation.h"
@@ -24,12 +25,6 @@ struct GeluTanh {
   __device__ float operator()(float x) const {
     constexpr float kLinear = -2.0f * 0.7978845608f;
     return __fdividef(x, 1.0f + __expf(x * (kLinear + kLinear * 0.044715f * x * x)));
-  }
-};
-
-struct Gelu {
-  __device__ float operator()(float x) const {
-    return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
   }
 };
 
@@ -78,7 +73,7 @@ cudaError_t GeluTanhMul(const __nv_bfloat16* gate_up, int32_t rows, int32_t size
 
 cudaError_t GeluMul(const __nv_bfloat16* gate_up, int32_t rows, int32_t size, __nv_bfloat16* out,
                     cudaStream_t stream) {
-  return Gated<Gelu>(gate_up, rows, size, out, stream);
+  return Gated<ExactGelu>(gate_up, rows, size, out, stream);
 }
 
 }  // namespace dorad::kernels

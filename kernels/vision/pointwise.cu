@@ -1,3 +1,4 @@
+#include "kernels/common/gelu.cuh"
 #include "kernels/common/host.h"
 #include "kernels/vision/pointwise.h"
 
@@ -9,12 +10,6 @@ constexpr int kThreads = 256;
 int Blocks(int64_t items) { return static_cast<int>((items + kThreads - 1) / kThreads); }
 
 __device__ int64_t Item() { return int64_t{blockIdx.x} * kThreads + threadIdx.x; }
-
-struct ExactGelu {
-  __device__ float operator()(float x) const {
-    return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
-  }
-};
 
 struct TanhGelu {
   __device__ float operator()(float x) const {

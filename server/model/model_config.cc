@@ -389,6 +389,11 @@ void ModelConfig::NumberModules() {
 
 int ModelConfig::num_modules() const { return head + 1 + (vision ? vision->num_modules() : 0); }
 
+bool ModelConfig::has_rotary_positions() const {
+  return vision && std::any_of(ropes.begin(), ropes.end(),
+                               [](const RopeConfig& rope) { return !rope.axes.empty(); });
+}
+
 void ModelConfig::DropVision() {
   if (!vision) return;
   std::vector<adapter::BaseModule> modules = model::ListModules(*this, spellings.front());

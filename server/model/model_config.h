@@ -111,6 +111,8 @@ struct ModelConfig {
   int64_t num_layers() const { return static_cast<int64_t>(layers.size()); }
 
   int num_modules() const;
+  // Whether rows of images have three positions of the rotary embedding: time, height and width.
+  bool has_rotary_positions() const;
   // Makes the tower a part that is not served.
   void DropVision();
 

@@ -81,21 +81,6 @@ void VisionConfig::ListModules(const std::string& prefix,
   }
 }
 
-std::vector<PatchPlace> PatchPlaces(const VisionConfig& vision, const ImageGrid& grid) {
-  std::vector<PatchPlace> places;
-  places.reserve(grid.height * grid.width);
-  for (int64_t top = 0; top < grid.height; top += vision.merge) {
-    for (int64_t left = 0; left < grid.width; left += vision.merge) {
-      for (int64_t row = top; row < top + vision.merge; ++row) {
-        for (int64_t column = left; column < left + vision.merge; ++column) {
-          places.push_back({row, column});
-        }
-      }
-    }
-  }
-  return places;
-}
-
 FrameWindows WindowsOf(const VisionConfig& vision, const ImageGrid& grid) {
   const int64_t rows = grid.height / vision.merge;
   const int64_t columns = grid.width / vision.merge;
@@ -114,6 +99,22 @@ FrameWindows WindowsOf(const VisionConfig& vision, const ImageGrid& grid) {
     }
   }
   return windows;
+}
+
+std::vector<PatchPlace> PatchPlaces(const VisionConfig& vision, const ImageGrid& grid) {
+  std::vector<PatchPlace> places;
+  places.reserve(grid.height * grid.width);
+  const int64_t columns = grid.width / vision.merge;
+  for (const int64_t token : WindowsOf(vision, grid).tokens) {
+    const int64_t top = token / columns * vision.merge;
+    const int64_t left = token % columns * vision.merge;
+    for (int64_t row = top; row < top + vision.merge; ++row) {
+      for (int64_t column = left; column < left + vision.merge; ++column) {
+        places.push_back({row, column});
+      }
+    }
+  }
+  return places;
 }
 
 TableTaps TapsOf(const VisionConfig& vision, const ImageGrid& grid, const PatchPlace& place) {

@@ -17,8 +17,7 @@ struct ImageGrid {
   int64_t width = 0;
 };
 
-// The differences between towers. The defaults are Qwen3-VL's: a backend whose tower is that one
-// serves a VisionConfig whose style is TowerStyle{}.
+// The differences between towers. The defaults are Qwen3-VL's.
 struct TowerStyle {
   enum Mlp { kGeluTanh, kSiluGate, kGeluGate };
 
@@ -138,10 +137,6 @@ struct PatchPlace {
   int64_t column = 0;
 };
 
-// Of one frame, in the order of pixel_values: the merge x merge patches of a token follow each
-// other. REQUIRES: merge divides height and width.
-std::vector<PatchPlace> PatchPlaces(const VisionConfig& vision, const ImageGrid& grid);
-
 // The order in which the tower computes a frame's tokens: window by window.
 struct FrameWindows {
   std::vector<int64_t> tokens;   // by their number in the processor's order
@@ -149,6 +144,10 @@ struct FrameWindows {
 };
 // Without windows: the processor's order, and one window.
 FrameWindows WindowsOf(const VisionConfig& vision, const ImageGrid& grid);
+
+// Of one frame, in the order of WindowsOf: the merge x merge patches of a token follow each other.
+// REQUIRES: merge divides height and width.
+std::vector<PatchPlace> PatchPlaces(const VisionConfig& vision, const ImageGrid& grid);
 
 // The table stretched over the frame: its corners lie on the frame's.
 TableTaps TapsOf(const VisionConfig& vision, const ImageGrid& grid, const PatchPlace& place);

@@ -247,13 +247,10 @@ def test_a_durable_version_is_sent_from_the_store(pair, files):
 def test_a_version_that_is_loaded_and_not_durable_is_gone(pair, files):
     first, second = pair
     first.wire.adapters.Publish(publish_parts(files.begin("lost"), files.image), timeout=60)
-    wanted = adapters_pb2.FetchAdapterRequest(
-        name="lost", version=1, safetensors_sha256=files.tensors_sha256
-    )
 
     def is_gone():
         try:
-            return not list(first.wire.adapters.FetchAdapter(wanted, timeout=60))
+            return not list(first.wire.adapters.FetchAdapter(files.wanted("lost"), timeout=60))
         except grpc.RpcError:
             return True
 
@@ -436,12 +433,7 @@ def test_a_server_ends_while_transfers_wait(zoo, files):
         with serve(zoo.model("slow"), settings=settings) as server:
             incoming = begin_fetch(server, files.request("a", stuck.target))
             wait_until(lambda: received(server, "a") == CHUNK, what="one chunk")
-            outgoing = server.wire.adapters.FetchAdapter(
-                adapters_pb2.FetchAdapterRequest(
-                    name="a", version=1, safetensors_sha256=files.tensors_sha256
-                ),
-                timeout=120,
-            )
+            outgoing = server.wire.adapters.FetchAdapter(files.wanted("a"), timeout=120)
             next(outgoing), next(outgoing)
             assert server.stop() == 0
             with pytest.raises(grpc.RpcError):

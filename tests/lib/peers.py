@@ -54,6 +54,12 @@ class Files:
         )
         return adapters_pb2.PublishFromPeerRequest(**values | changes)
 
+    def wanted(self, name: str) -> adapters_pb2.FetchAdapterRequest:
+        """What a server asks its peer for, of version 1."""
+        return adapters_pb2.FetchAdapterRequest(
+            name=name, version=1, safetensors_sha256=self.tensors_sha256
+        )
+
 
 @dataclass
 class FakePeer(adapters_pb2_grpc.AdapterServiceServicer):

@@ -77,15 +77,13 @@ class CpuModelRunner final : public ModelRunner {
  public:
   CpuModelRunner(const model::LoadedModel& model, int64_t kv_pages, int64_t max_positions)
       : decoder_(model, max_positions),
+        has_rotary_positions_(model.config().has_rotary_positions()),
         vocab_size_(model.config().vocab_size),
         kv_(decoder_.AllocateKv(kv_pages)),
         kv_pages_(kv_pages) {
     if (!model.config().vision) return;
     first_tower_module_ = model.config().head + 1;
     encoder_.emplace(model);
-    for (const model::RopeConfig& rope : model.config().ropes) {
-      has_rotary_positions_ = has_rotary_positions_ || !rope.axes.empty();
-    }
   }
 
   int64_t kv_pages() const override { return kv_pages_; }
@@ -207,7 +205,7 @@ class CpuModelRunner final : public ModelRunner {
   const model::Decoder decoder_;
   std::optional<model::VisionEncoder> encoder_;  // with a tower
   int first_tower_module_ = 0;
-  bool has_rotary_positions_ = false;  // three for a row
+  const bool has_rotary_positions_;
   const int64_t vocab_size_;
   std::vector<ops::PagedKv> kv_;
   const int64_t kv_pages_;

@@ -63,10 +63,11 @@ class VisionEncoder::Pass {
         adapter_(adapter),
         rows_(config_.patches(grid)),
         frame_(grid.height * grid.width),
+        places_(PatchPlaces(config_, grid)),
         rope_{EmptyF32({frame_, config_.head_dim() / 2}),
               EmptyF32({frame_, config_.head_dim() / 2})} {
     const FrameWindows windows = WindowsOf(config_, grid);
-    PlacePatches(windows);
+    if (config_.style.windows) OrderTokens(windows.tokens);
     float* cos = rope_.cos.mutable_data_ptr<float>();
     float* sin = rope_.sin.mutable_data_ptr<float>();
     for (int64_t i = 0; i < frame_; ++i) {
@@ -129,17 +130,13 @@ class VisionEncoder::Pass {
   }
 
  private:
-  void PlacePatches(const FrameWindows& windows) {
-    const std::vector<PatchPlace> places = PatchPlaces(config_, grid_);
+  // tokens: FrameWindows::tokens.
+  void OrderTokens(const std::vector<int64_t>& tokens) {
     const int64_t of_token = config_.merge * config_.merge;
-    const auto tokens = static_cast<int64_t>(windows.tokens.size());
-    for (const int64_t token : windows.tokens) {
-      const auto first = places.begin() + token * of_token;
-      places_.insert(places_.end(), first, first + of_token);
-    }
-    inverse_.resize(tokens * grid_.frames);
-    for (int64_t i = 0; i < tokens * grid_.frames; ++i) {
-      const int64_t token = i / tokens * tokens + windows.tokens[i % tokens];
+    const auto of_frame = static_cast<int64_t>(tokens.size());
+    inverse_.resize(of_frame * grid_.frames);
+    for (int64_t i = 0; i < of_frame * grid_.frames; ++i) {
+      const int64_t token = i / of_frame * of_frame + tokens[i % of_frame];
       inverse_[token] = i;
       for (int64_t p = 0; p < of_token; ++p) order_.push_back(token * of_token + p);
     }
@@ -221,8 +218,8 @@ class VisionEncoder::Pass {
   const adapter::CpuAdapterWeights* const adapter_;
   const int64_t rows_;
   const int64_t frame_;                   // patches of a frame
-  std::vector<PatchPlace> places_;        // of a frame's rows
-  std::vector<int64_t> order_, inverse_;  // of patches and of tokens, of all frames
+  const std::vector<PatchPlace> places_;  // of a frame's rows
+  std::vector<int64_t> order_, inverse_;  // of patches and of tokens of all frames, with windows
   ops::RopeTable rope_;                   // of a frame's rows
   Segments frames_, windows_;
   ops::PagedKv kv_;

@@ -39,11 +39,11 @@ absl::StatusOr<std::string> DeviceUuid() {
   return std::string(properties.uuid.bytes, sizeof(properties.uuid.bytes));
 }
 
-}  // namespace
-
 bool IsMatrix(WeightKind kind) {
   return kind == WeightKind::kMatrix || kind == WeightKind::kPatchMatrix;
 }
+
+}  // namespace
 
 // The layout of the weights.
 class CudaModel::Places {

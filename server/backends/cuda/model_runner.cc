@@ -38,10 +38,7 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
         kv_(kv),
         stream_(std::move(stream)),
         slots_(std::move(slots)),
-        has_tower_(model.vision.has_value()),
-        rotary_(has_tower_ &&
-                std::any_of(model.ropes.begin(), model.ropes.end(),
-                            [](const model::RopeConfig& rope) { return !rope.axes.empty(); })),
+        rotary_(model.has_rotary_positions()),
         batch_(ledger, &slots_, kDeviceLogitsRows, kv, rotary_) {}
 
   absl::Status Prepare(const CudaModel* model, MemoryLedger* ledger) {
@@ -66,7 +63,7 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
     DORAD_ASSIGN_OR_RETURN(Sampler sampler,
                            Sampler::Create(model->config().vocab_size, ledger, &stream_));
     sampler_.emplace(std::move(sampler));
-    if (has_tower_) {
+    if (model->config().vision) {
       DORAD_ASSIGN_OR_RETURN(encoder_, VisionEncoder::Create(model, &slots_, ledger, &stream_));
       first_tower_module_ = model->config().head + 1;
     }
@@ -113,7 +110,7 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
 
   bool ChangesImages(const adapter::LoadedAdapter& adapter) const override {
     const auto& modules = WeightsOf(adapter)->modules();
-    return has_tower_ &&
+    return encoder_ != nullptr &&
            std::any_of(modules.begin() + first_tower_module_, modules.end(),
                        [](const kernels::DoraFactors& factors) { return factors.rank > 0; });
   }
@@ -208,8 +205,7 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
   const KvLayout kv_;
   const Stream stream_;
   AdapterSlots slots_;
-  const bool has_tower_;
-  const bool rotary_;  // rows of images have three positions
+  const bool rotary_;  // ModelConfig::has_rotary_positions
   int first_tower_module_ = 0;
   std::unique_ptr<VisionEncoder> encoder_;  // nullptr: no tower
   DeviceBatch batch_;

@@ -426,7 +426,7 @@ absl::Status VisionEncoder::Attention(const Chunk& chunk) {
   return ToStatus(kernels::SegmentAttention(params, stream_.get()), kImage);
 }
 
-// Of wide_; returns the activated rows.
+// Of buffers_.wide; returns the activated rows.
 absl::StatusOr<const __nv_bfloat16*> VisionEncoder::Activate(int64_t rows) {
   const auto count = static_cast<int32_t>(rows);
   const auto inner = static_cast<int32_t>(vision_.inner);

@@ -1,5 +1,5 @@
 // Makes an image's patches into rows for the decoder, with the tower of model::VisionConfig, in
-// pieces of a few milliseconds between steps. Owned by the runner; confined to the engine thread.
+// pieces of about a millisecond between steps. Owned by the runner; confined to the engine thread.
 //
 // Guarantee: the result depends on the image, its grid and the adapter only, to the last bit: an
 // image is computed alone, in chunks of rows that its size fixes.
@@ -88,8 +88,7 @@ class VisionEncoder {
 
   VisionEncoder(const CudaModel* model, AdapterSlots* slots, MemoryLedger* ledger,
                 const Stream* stream, Linear linear)
-      : model_(*model),
-        vision_(*model->config().vision),
+      : vision_(*model->config().vision),
         tower_(model->tower()),
         slots_(*slots),
         ledger_(ledger),
@@ -122,7 +121,6 @@ class VisionEncoder {
   absl::Status UploadRows();
   const LinearRows& Rows(int64_t rows, bool adapted) const;
 
-  const CudaModel& model_;
   const model::VisionConfig& vision_;
   const TowerWeights& tower_;
   AdapterSlots& slots_;

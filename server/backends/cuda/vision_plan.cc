@@ -11,9 +11,7 @@ SegmentTiles TilesOf(const std::vector<int64_t>& segments, int64_t chunk_rows) {
   for (const int64_t length : segments) {
     const int64_t end = begin + length;
     for (int64_t row = begin; row < end;) {
-      if (row % chunk_rows == 0 || row / chunk_rows >= static_cast<int64_t>(to.begins.size())) {
-        to.begins.push_back(static_cast<int32_t>(to.tiles.size()));
-      }
+      if (row % chunk_rows == 0) to.begins.push_back(static_cast<int32_t>(to.tiles.size()));
       const int64_t chunk_end = (row / chunk_rows + 1) * chunk_rows;
       const int64_t rows =
           std::min({int64_t{kernels::kSegmentTileRows}, end - row, chunk_end - row});
@@ -45,13 +43,9 @@ VisionPlan PlanImage(const model::VisionConfig& vision, const model::ImageGrid& 
                      int64_t chunk_rows) {
   VisionPlan plan;
   const model::FrameWindows windows = WindowsOf(vision, grid);
-  const std::vector<model::PatchPlace> places = PatchPlaces(vision, grid);
-  const int64_t patches_of_token = vision.merge * vision.merge;
-  for (const int64_t token : windows.tokens) {
-    plan.tokens.push_back(static_cast<int32_t>(token));
-    for (int64_t p = token * patches_of_token; p < (token + 1) * patches_of_token; ++p) {
-      plan.taps.push_back(PatchTapsOf(vision, grid, places[p]));
-    }
+  plan.tokens.assign(windows.tokens.begin(), windows.tokens.end());
+  for (const model::PatchPlace& place : PatchPlaces(vision, grid)) {
+    plan.taps.push_back(PatchTapsOf(vision, grid, place));
   }
   const int64_t half = vision.head_dim() / 2;
   const int64_t side = std::max(grid.height, grid.width);
