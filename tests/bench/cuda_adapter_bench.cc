@@ -14,7 +14,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -52,14 +51,10 @@ using adapter::AdapterTensors;
 using adapter::BuiltAdapter;
 using adapter::TensorPlace;
 using bench::Must;
+using bench::Quantile;
 using Options = std::map<std::string, int64_t>;
 
 double Milliseconds(absl::Duration duration) { return absl::ToDoubleMilliseconds(duration); }
-
-double Quantile(std::vector<double> values, double share) {
-  std::sort(values.begin(), values.end());
-  return values[std::lround(share * static_cast<double>(values.size() - 1))];
-}
 
 // The tensors of one adapter at `base`, one behind the other, as a file has them.
 class Tensors {

@@ -10,7 +10,6 @@
 // image between them, as the engine does.
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -30,16 +29,12 @@ namespace dorad::cuda {
 namespace {
 
 using bench::Must;
+using bench::Quantile;
 
 double Milliseconds() {
   return std::chrono::duration<double, std::milli>(
              std::chrono::steady_clock::now().time_since_epoch())
       .count();
-}
-
-double Quantile(std::vector<double> values, double share) {
-  std::sort(values.begin(), values.end());
-  return values[std::lround(share * static_cast<double>(values.size() - 1))];
 }
 
 class Bench {
@@ -61,8 +56,8 @@ class Bench {
   }
 
   void Run() {
-    for (const adapter::LoadedAdapter* adapter :
-         {(const adapter::LoadedAdapter*)nullptr, (const adapter::LoadedAdapter*)adapter_.get()}) {
+    const adapter::LoadedAdapter* const adapters[] = {nullptr, adapter_.get()};
+    for (const adapter::LoadedAdapter* adapter : adapters) {
       for (const auto& [height, width] :
            {std::pair(16, 16), {32, 32}, {64, 64}, {128, 64}, {128, 128}}) {
         if (options_["--patches"] % (height * width) == 0) TimeImage(height, width, adapter);

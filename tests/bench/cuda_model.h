@@ -1,6 +1,8 @@
-// What the benches of whole models share, beside their shapes: a batch that decodes.
+// What the benches of whole models share, beside their shapes: a batch that decodes, quantiles.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -25,6 +27,12 @@ T Must(absl::StatusOr<T> value) {
 
 inline void Must(const absl::Status& status) {
   Must(status.ok() ? absl::StatusOr<int>(0) : absl::StatusOr<int>(status));
+}
+
+// values: not empty. share: 0.5 for the median.
+inline double Quantile(std::vector<double> values, double share) {
+  std::sort(values.begin(), values.end());
+  return values[std::lround(share * static_cast<double>(values.size() - 1))];
 }
 
 // A step in which every sequence of a batch decodes one token behind a context.
