@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "server/backends/cpu/model_runner.h"
 #include "server/backends/description.h"
 #include "server/platform/error.h"
 #include "server/platform/process/host_memory.h"
@@ -11,16 +10,21 @@
 namespace dorad {
 namespace {
 
-int64_t KvPageBytes(const Config& config, const model::ModelConfig& model) {
+KvSizes KvSizesOf(const Config& config, const model::ModelConfig& model) {
 #ifdef DORAD_CUDA
-  if (config.model.device != "cpu") return CudaKvPageBytes(model);
+  if (config.model.device != "cpu") return {CudaKvPageBytes(model)};
 #endif
-  return engine::CpuKvPageBytes(model, config.model.compute_dtype == "bf16" ? 2 : 4);
+  return CpuKvSizes(config, model);
 }
 
-absl::Status CheckDevice(const Config& config) {
+absl::Status CheckDevice(const Config& config, const model::ModelConfig& model) {
   if (config.model.device == "cpu") return absl::OkStatus();
 #ifdef DORAD_CUDA
+  if (model.num_delta_layers() > 0) {
+    return MakeInvalid("model", {{"model.device", "MODEL_UNSUPPORTED",
+                                  absl::StrCat("gated delta-nets (", model.model_type,
+                                               ") run on the CPU only: give --device cpu")}});
+  }
   return CheckCudaConfig(config);
 #else
   return MakeInvalid("model", {{"model.device", "DEVICE_NOT_BUILT",
@@ -42,9 +46,9 @@ absl::Status CheckHostHoldsKv(const Config& config) {
 absl::StatusOr<model::ModelConfig> ReadChecked(const Config& config) {
   DORAD_ASSIGN_OR_RETURN(model::ModelConfig model, Backend::ReadModel(config));
   DORAD_RETURN_IF_ERROR(ContextLength(model, config.model.max_context).status());
-  DORAD_RETURN_IF_ERROR(CheckDevice(config));
+  DORAD_RETURN_IF_ERROR(CheckDevice(config, model));
   if (config.engine.kv_bytes == 0) return model;
-  DORAD_RETURN_IF_ERROR(KvPages(config.engine.kv_bytes, KvPageBytes(config, model)).status());
+  DORAD_RETURN_IF_ERROR(KvPages(config.engine.kv_bytes, KvSizesOf(config, model)).status());
   DORAD_RETURN_IF_ERROR(CheckHostHoldsKv(config));
   return model;
 }

@@ -25,6 +25,12 @@
 
 namespace dorad {
 
+// Of the KV cache.
+struct KvSizes {
+  int64_t page_bytes = 0;
+  int64_t state_pages = 0;  // engine::ModelRunner::state_pages
+};
+
 class Backend {
  public:
   struct Info {
@@ -108,8 +114,8 @@ class Backend {
 
  protected:
   // For every backend's Load: fills info(), except fields that need the weights.
-  absl::Status Describe(const Config& config, const model::ModelConfig& model,
-                        int64_t kv_page_bytes, int64_t kv_available);
+  absl::Status Describe(const Config& config, const model::ModelConfig& model, const KvSizes& kv,
+                        int64_t kv_available);
 
   Info info_;
 };
@@ -125,6 +131,7 @@ absl::StatusOr<std::string> FindGpu();
 absl::Status CheckCudaConfig(const Config& config);
 // Why a GPU does not serve the tower: INVALID_ARGUMENT (MODEL_UNSUPPORTED).
 absl::Status CheckCudaTower(const model::VisionConfig& vision);
+KvSizes CpuKvSizes(const Config& config, const model::ModelConfig& model);
 // Bytes of one KV page on a GPU.
 int64_t CudaKvPageBytes(const model::ModelConfig& model);
 

@@ -22,6 +22,8 @@ int64_t PagesFor(int64_t tokens) {
   return (tokens + engine::kKvPageTokens - 1) / engine::kKvPageTokens;
 }
 
+int64_t StatesOf(const KvSizes& sizes) { return engine::kMostStates * sizes.state_pages; }
+
 }  // namespace
 
 absl::StatusOr<int64_t> ContextLength(const model::ModelConfig& model, int64_t max_context) {
@@ -34,12 +36,14 @@ absl::StatusOr<int64_t> ContextLength(const model::ModelConfig& model, int64_t m
   return max_context > 0 ? max_context : model.context_length;
 }
 
-absl::StatusOr<int64_t> KvPages(int64_t kv_bytes, int64_t page_bytes) {
-  const int64_t pages = kv_bytes / page_bytes;
-  if (pages < 2) {
-    return MakeInvalid("engine", {{"engine.kv_bytes", "KV_TOO_SMALL",
-                                   absl::StrCat(kv_bytes, " bytes hold ", pages, " pages of ",
-                                                page_bytes, " bytes; at least 2 are needed")}});
+absl::StatusOr<int64_t> KvPages(int64_t kv_bytes, const KvSizes& sizes) {
+  const int64_t pages = kv_bytes / sizes.page_bytes;
+  const int64_t least = 2 + StatesOf(sizes);
+  if (pages < least) {
+    return MakeInvalid(
+        "engine", {{"engine.kv_bytes", "KV_TOO_SMALL",
+                    absl::StrCat(kv_bytes, " bytes hold ", pages, " pages of ", sizes.page_bytes,
+                                 " bytes; at least ", least, " are needed")}});
   }
   return pages;
 }
@@ -49,31 +53,37 @@ bool FactorsInBf16(const Config& config) {
          (config.adapters.dtype == "auto" && config.model.compute_dtype == "bf16");
 }
 
-int64_t AutoKvPages(int64_t available, int64_t page_bytes, int64_t context_length,
+int64_t AutoKvPages(int64_t available, const KvSizes& sizes, int64_t context_length,
                     int64_t max_running_sequences) {
-  const int64_t usable = max_running_sequences * PagesFor(context_length);
-  return std::max<int64_t>(2, std::min(available / page_bytes, usable));
+  const int64_t states = StatesOf(sizes);
+  const int64_t usable = max_running_sequences * (PagesFor(context_length) + states);
+  return std::max(2 + states, std::min(available / sizes.page_bytes, usable));
 }
 
 absl::Status Backend::Describe(const Config& config, const model::ModelConfig& model,
-                               int64_t kv_page_bytes, int64_t kv_available) {
+                               const KvSizes& kv, int64_t kv_available) {
   DORAD_ASSIGN_OR_RETURN(info_.context_length, ContextLength(model, config.model.max_context));
   if (config.engine.kv_bytes == 0) {
-    info_.kv_pages = AutoKvPages(kv_available, kv_page_bytes, info_.context_length,
-                                 config.engine.max_running_sequences);
+    info_.kv_pages =
+        AutoKvPages(kv_available, kv, info_.context_length, config.engine.max_running_sequences);
   } else {
-    DORAD_ASSIGN_OR_RETURN(info_.kv_pages, KvPages(config.engine.kv_bytes, kv_page_bytes));
+    DORAD_ASSIGN_OR_RETURN(info_.kv_pages, KvPages(config.engine.kv_bytes, kv));
   }
-  const int64_t whole = PagesFor(info_.context_length);
-  info_.whole_context_kv_bytes = whole * kv_page_bytes;
+  const int64_t states = StatesOf(kv);
+  const int64_t whole = PagesFor(info_.context_length) + states;
+  info_.whole_context_kv_bytes = whole * kv.page_bytes;
+  if (states > 0) {
+    LogInfo("each running sequence has a recurrent state in the KV cache",
+            {{"bytes", kv.state_pages * kv.page_bytes}});
+  }
   if (info_.kv_pages < whole) {
     LogWarning("the KV cache is smaller than one whole context: longer requests are refused",
                {{"context_length", info_.context_length},
-                {"kv_tokens", info_.kv_pages * engine::kKvPageTokens},
+                {"kv_tokens", (info_.kv_pages - states) * engine::kKvPageTokens},
                 {"engine.kv_bytes_needed", info_.whole_context_kv_bytes}});
   }
-  info_.kv_bytes = info_.kv_pages * kv_page_bytes;
-  info_.kv_min_pages = (config.memory.kv_min_bytes + kv_page_bytes - 1) / kv_page_bytes;
+  info_.kv_bytes = info_.kv_pages * kv.page_bytes;
+  info_.kv_min_pages = (config.memory.kv_min_bytes + kv.page_bytes - 1) / kv.page_bytes;
   info_.model_type = model.model_type;
   info_.name = FolderName(config.model.path);
   info_.vocab_size = model.vocab_size;

@@ -45,7 +45,7 @@ EngineLimits LimitsOf(const EngineOptions& options, int64_t kv_tokens) {
 struct Engine::Impl {
   Impl(const EngineOptions& options, std::unique_ptr<ModelRunner> runner, Metrics* metrics)
       : prefix_cache(options.prefix_cache),
-        kv_tokens(runner->kv_pages() * kKvPageTokens),
+        kv_tokens((runner->kv_pages() - kMostStates * runner->state_pages()) * kKvPageTokens),
         rules{options.eos_token_ids, LimitsOf(options, kv_tokens).context_length},
         admission(LimitsOf(options, kv_tokens), metrics),
         loop(options, rules, std::move(runner), &admission, &board, metrics),

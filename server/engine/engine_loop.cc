@@ -24,9 +24,9 @@ KvPages::Chunks ChunksOf(ModelRunner& runner) {
 }
 
 // A smaller cache could never finish the longest sequence.
-int64_t LeastPages(const EngineOptions& options, int64_t max_length) {
+int64_t LeastPages(const EngineOptions& options, int64_t max_length, const ModelRunner& runner) {
   const int64_t longest = (max_length + kKvPageTokens - 1) / kKvPageTokens;
-  return std::max(options.kv_min_pages, longest);
+  return std::max(options.kv_min_pages, longest + kMostStates * runner.state_pages());
 }
 
 }  // namespace
@@ -41,14 +41,15 @@ EngineLoop::EngineLoop(const EngineOptions& options, StopRules rules,
       board_(board),
       metrics_(metrics),
       pages_(runner->kv_pages(), ChunksOf(*runner)),
-      balloon_(&pages_, runner->kv_chunks(), LeastPages(options, rules_.max_length),
+      balloon_(&pages_, runner->kv_chunks(), LeastPages(options, rules_.max_length, *runner),
                options.kv_shrink_hold, metrics),
       weights_(metrics),
       images_(runner.get(), options.image_cache_bytes, metrics),
       scheduler_({options.max_step_tokens, options.max_running_sequences,
                   [this](Sequence* sequence) {
                     return weights_.MayRun(sequence) && images_.MayRun(sequence);
-                  }},
+                  },
+                  runner->state_pages()},
                  &pages_),
       pipeline_(std::move(runner), metrics) {
   ApplyGpuShare(SteadyNow());

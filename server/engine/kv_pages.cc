@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <utility>
 
 #include "server/platform/check.h"
 #include "server/platform/files/sha256.h"
@@ -51,12 +52,7 @@ KvPages::~KvPages() { DORAD_CHECK(used() == 0); }
 bool KvPages::Allocate(int64_t count, std::vector<int32_t>* to) {
   if (count > available()) return false;
   for (int64_t i = 0; i < count; ++i) {
-    if (free_ == 0) {
-      const int32_t victim = oldest_;
-      RemoveCached(victim);
-      Unregister(victim);
-      Free(victim);
-    }
+    if (free_ == 0) Evict(oldest_);
     const int32_t page = TakeFree();
     pages_[page].references = 1;
     Chunk& chunk = ChunkOf(page);
@@ -76,7 +72,7 @@ void KvPages::Release(int32_t page) {
   if (--pages_[page].references > 0) return;
   Chunk& chunk = ChunkOf(page);
   SetUsed(&chunk, chunk.used - 1);
-  if (pages_[page].registered) {
+  if (pages_[page].is_cached()) {
     AppendCached(page);
   } else {
     Free(page);
@@ -121,11 +117,22 @@ int64_t KvPages::MatchPart(const PrefixNode& node, absl::Span<const TokenId> tok
 }
 
 PrefixNode KvPages::Register(const PrefixNode& parent, absl::Span<const TokenId> tokens,
-                             int32_t page) {
+                             int32_t page, absl::Span<const int32_t> state) {
   DORAD_CHECK(pages_[page].references > 0);
   const PrefixKey key(parent, tokens);
+  const auto keep_state = [&](int32_t owner) {
+    if (state.empty() || !pages_[owner].state.empty()) return;
+    for (const int32_t part : state) {
+      DORAD_CHECK(pages_[part].references > 0 && !pages_[part].is_cached());
+      pages_[part].state_of = owner;
+    }
+    pages_[owner].state.assign(state.begin(), state.end());
+  };
   const auto known = children_.find(key);
-  if (known != children_.end()) return known->second.node;
+  if (known != children_.end()) {
+    keep_state(known->second.page);
+    return known->second.node;
+  }
   // A shared page may still be registered under an evicted parent; no path leads to it.
   if (pages_[page].registered) Unregister(page);
   const PrefixNode node{0, next_node_++};
@@ -133,17 +140,41 @@ PrefixNode KvPages::Register(const PrefixNode& parent, absl::Span<const TokenId>
   by_parent_[parent].push_back(page);
   pages_[page].registered = true;
   pages_[page].key = key;
+  keep_state(page);
   return node;
+}
+
+void KvPages::CutToState(const PrefixNode& root, std::vector<int32_t>* pages, PrefixNode* node,
+                         std::vector<int32_t>* state) {
+  while (!pages->empty() && pages_[pages->back()].state.empty()) {
+    const int32_t page = pages->back();
+    pages->pop_back();
+    *node = pages->empty() ? root : pages_[page].key.parent;
+    Release(page);
+  }
+  if (!pages->empty()) Share(pages_[pages->back()].state, state);
+}
+
+void KvPages::Evict(int32_t page) {
+  if (pages_[page].state_of >= 0) return ForgetState(pages_[page].state_of);
+  RemoveCached(page);
+  Unregister(page);
+  Free(page);
+}
+
+void KvPages::ForgetState(int32_t page) {
+  for (const int32_t part : std::exchange(pages_[page].state, {})) {
+    if (pages_[part].references == 0) {
+      RemoveCached(part);
+      Free(part);
+    }
+    pages_[part].state_of = -1;
+  }
 }
 
 void KvPages::DropPrefixes() {
   DORAD_CHECK(used() == 0);
-  while (oldest_ >= 0) {
-    const int32_t page = oldest_;
-    RemoveCached(page);
-    Unregister(page);
-    Free(page);
-  }
+  while (oldest_ >= 0) Evict(oldest_);
 }
 
 int64_t KvPages::Shrinkable(int64_t floor) const {
@@ -168,10 +199,7 @@ std::vector<int32_t> KvPages::Shrink(int64_t count, int64_t floor) {
   for (const int32_t index : shrinkable) {
     Chunk& chunk = chunks_[index];
     for (int32_t page = chunk.begin; page < chunk.end; ++page) {
-      if (!pages_[page].registered) continue;
-      RemoveCached(page);
-      Unregister(page);
-      Free(page);
+      if (pages_[page].is_cached()) Evict(page);
     }
     free_ -= static_cast<int64_t>(chunk.free.size());
     released_ += chunk.size();
@@ -221,7 +249,8 @@ void KvPages::SetUsed(Chunk* chunk, int32_t used) {
 std::vector<int32_t> KvPages::Filled() const {
   std::vector<int32_t> filled;
   for (size_t i = 0; i < pages_.size(); ++i) {
-    if (pages_[i].references > 0 || pages_[i].registered) filled.push_back(static_cast<int32_t>(i));
+    if (pages_[i].references > 0 || pages_[i].is_cached())
+      filled.push_back(static_cast<int32_t>(i));
   }
   return filled;
 }
@@ -235,6 +264,7 @@ void KvPages::Acquire(int32_t page) {
 
 void KvPages::Unregister(int32_t page) {
   DORAD_CHECK(pages_[page].registered);
+  ForgetState(page);
   children_.erase(pages_[page].key);
   const auto siblings = by_parent_.find(pages_[page].key.parent);
   std::swap(*std::find(siblings->second.begin(), siblings->second.end(), page),
@@ -254,7 +284,7 @@ void KvPages::AppendCached(int32_t page) {
 
 void KvPages::RemoveCached(int32_t page) {
   const Page& p = pages_[page];
-  DORAD_CHECK(p.registered);
+  DORAD_CHECK(p.is_cached());
   (p.older >= 0 ? pages_[p.older].newer : oldest_) = p.newer;
   (p.newer >= 0 ? pages_[p.newer].older : newest_) = p.older;
   --cached_;
@@ -274,13 +304,13 @@ void KvPages::CheckIntegrity() const {
     int32_t used = 0;
     for (int32_t page = chunk.begin; page < chunk.end; ++page) {
       used += pages_[page].references > 0;
-      DORAD_CHECK(!chunk.is_shared || !pages_[page].registered);
+      DORAD_CHECK(!chunk.is_shared || !pages_[page].is_cached());
       if (chunk.is_shared) ++lists[page];  // its only list
     }
     DORAD_CHECK(used == chunk.used);
     for (const int32_t page : chunk.free) {
       DORAD_CHECK(page >= chunk.begin && page < chunk.end);
-      DORAD_CHECK(pages_[page].references == 0 && !pages_[page].registered);
+      DORAD_CHECK(pages_[page].references == 0 && !pages_[page].is_cached());
       ++lists[page];
     }
   }
@@ -288,7 +318,7 @@ void KvPages::CheckIntegrity() const {
   DORAD_CHECK(free == free_ && released == released_ && without_holders == without_holders_);
   int64_t cached = 0;
   for (int32_t page = oldest_; page >= 0; page = pages_[page].newer) {
-    DORAD_CHECK(pages_[page].references == 0 && pages_[page].registered);
+    DORAD_CHECK(pages_[page].references == 0 && pages_[page].is_cached());
     ++lists[page];
     ++cached;
   }
@@ -296,6 +326,14 @@ void KvPages::CheckIntegrity() const {
   size_t registered = 0;
   for (size_t i = 0; i < pages_.size(); ++i) {
     DORAD_CHECK(lists[i] == (pages_[i].references == 0 ? 1 : 0));
+    for (const int32_t part : pages_[i].state) {
+      DORAD_CHECK(pages_[i].registered && pages_[part].state_of == static_cast<int32_t>(i));
+    }
+    if (const int32_t owner = pages_[i].state_of; owner >= 0) {
+      const std::vector<int32_t>& state = pages_[owner].state;
+      DORAD_CHECK(!pages_[i].registered);
+      DORAD_CHECK(std::count(state.begin(), state.end(), static_cast<int32_t>(i)) == 1);
+    }
     if (!pages_[i].registered) continue;
     ++registered;
     const auto child = children_.find(pages_[i].key);

@@ -7,6 +7,9 @@
 // Pages are grouped in chunks. A chunk's memory can be released while none of its pages is held.
 // Low chunks are filled first, so that high ones become empty.
 //
+// A model with a recurrence has a state after each prefix, too: some whole pages. A prefix's state
+// is cached with the prefix's last page, and forgotten before it or with it.
+//
 // A prefix is named by a node: (parent node, the page's tokens). Nodes are compared token by token,
 // so a hash collision cannot mix contents up; the root stands for one adapter version, one tenant
 // and one salt (SHA-256 of all three), never for a name. Confined to the engine thread; no torch.
@@ -88,10 +91,20 @@ class KvPages {
   // The page with the most of these tokens after the node, from the first one on. Returns their
   // number; 0: there is none.
   int64_t MatchPart(const PrefixNode& node, absl::Span<const TokenId> tokens, int32_t* page) const;
-  // Makes a held page with these tokens after `parent`, at most kKvPageTokens, reusable. Returns
-  // its node; an equal one registered earlier keeps its page. MatchPrefix does not find a page with
-  // fewer tokens.
-  PrefixNode Register(const PrefixNode& parent, absl::Span<const TokenId> tokens, int32_t page);
+  // Makes a held page with these tokens after `parent`, at most kKvPageTokens, reusable, and held
+  // pages with the state after them, if there are any. Returns its node; an equal one registered
+  // earlier keeps its page, and its state. MatchPrefix does not find a page with fewer tokens.
+  PrefixNode Register(const PrefixNode& parent, absl::Span<const TokenId> tokens, int32_t page,
+                      absl::Span<const int32_t> state = {});
+  // Releases pages from the end of a list by MatchPrefix until the last page has a state. Adds a
+  // reference to each page of that state, appends them to *state and moves *node back. `root`: the
+  // node of the first page's beginning.
+  void CutToState(const PrefixNode& root, std::vector<int32_t>* pages, PrefixNode* node,
+                  std::vector<int32_t>* state);
+  // Whether others may read the page: it is held more than once, or its content is cached.
+  bool IsShared(int32_t page) const {
+    return pages_[page].references > 1 || pages_[page].is_cached();
+  }
 
   // Forgets all prefixes: cached pages become free. REQUIRES: no page is held.
   void DropPrefixes();
@@ -128,7 +141,10 @@ class KvPages {
   struct Page {
     int32_t references = 0;
     bool registered = false;
-    PrefixKey key;  // valid if registered
+    PrefixKey key;               // valid if registered
+    std::vector<int32_t> state;  // after a registered page; empty: not cached
+    int32_t state_of = -1;       // the page whose state this one is part of
+    bool is_cached() const { return registered || state_of >= 0; }
     // Neighbours in the list of cached pages, oldest first; -1 at the ends.
     int32_t older = -1;
     int32_t newer = -1;
@@ -148,7 +164,11 @@ class KvPages {
   void Free(int32_t page);
   int32_t TakeFree();
   void SetUsed(Chunk* chunk, int32_t used);
+  // Frees a cached page and what cannot be found without it.
+  void Evict(int32_t page);
   void Unregister(int32_t page);
+  // Its pages that are not held become free.
+  void ForgetState(int32_t page);
   void AppendCached(int32_t page);
   void RemoveCached(int32_t page);
 

@@ -21,6 +21,10 @@ namespace dorad::engine {
 // Tokens of one KV page, on every backend.
 inline constexpr int64_t kKvPageTokens = 16;
 
+// The most states of a recurrence that a sequence holds: the one that it read, one for the cache,
+// and its own.
+inline constexpr int64_t kMostStates = 3;
+
 // A token of a sequence: how often it was generated, and whether the prompt has it.
 struct TokenUse {
   static constexpr uint32_t kInPrompt = 1;
@@ -74,6 +78,10 @@ struct StepSequence {
   // >= 0: this page's keys and values are copied to the page of `position` before the step's rows
   // are computed. The step writes to neither's copied positions.
   int32_t copy_from = -1;
+  // Of a model with a recurrence: the pages for the state after the rows, and those with the state
+  // before them. Empty state_from: the same pages; at position 0 the state is zeros.
+  absl::Span<const int32_t> state;
+  absl::Span<const int32_t> state_from;
   const adapter::LoadedAdapter* adapter = nullptr;  // nullptr: base
   const PromptImages* images = nullptr;             // nullptr: none
   // One for each image, those of the rows' images are set. They outlive the step.
@@ -110,6 +118,8 @@ class ModelRunner {
   virtual ~ModelRunner() = default;
   // Pages of the KV cache, ids [0, kv_pages()).
   virtual int64_t kv_pages() const = 0;
+  // Of them, those of a sequence's state of a recurrence; 0: the model has none.
+  virtual int64_t state_pages() const { return 0; }
   // nullptr: only sleep releases the cache's memory.
   virtual KvChunks* kv_chunks() { return nullptr; }
   // The limit of steps in flight: 1 or 2. REQUIRES of Begin: fewer are in flight.

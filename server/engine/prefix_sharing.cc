@@ -20,14 +20,14 @@ bool HasLeader(const Sequence& sequence) {
          leader->adapter_at(0) == sequence.adapter_at(0);
 }
 
-// Whether the step under construction computes the other one's last row, and it is the sequence's.
-bool CanTakeRowOf(const Sequence& other, const Sequence& sequence) {
-  return other.planned > 0 && other.planned == other.goal() && other.generated() == 0 &&
-         other.to_score == 0 && sequence.generated() == 0 && sequence.to_score == 0 &&
-         other.sampling == 0 && other.tokens == sequence.tokens;
-}
-
 }  // namespace
+
+// Whether the step under construction computes the other one's last row, and it is the sequence's.
+bool PrefixSharing::CanTakeRowOf(const Sequence& other, const Sequence& sequence) const {
+  return !is_recurrent_ && other.planned > 0 && other.planned == other.goal() &&
+         other.generated() == 0 && other.to_score == 0 && sequence.generated() == 0 &&
+         sequence.to_score == 0 && other.sampling == 0 && other.tokens == sequence.tokens;
+}
 
 bool PrefixSharing::Waits(Sequence* sequence) const {
   if (HasLeader(*sequence)) {
@@ -37,7 +37,8 @@ bool PrefixSharing::Waits(Sequence* sequence) const {
   if (!sequence->awaits.has_value()) return false;
   const Sequence* const writer = Writer(*sequence->awaits);
   if (writer != nullptr && MayAwait(*sequence, *writer) &&
-      writer->computed < sequence->awaited_end && !CanTakeRowOf(*writer, *sequence)) {
+      (is_recurrent_ ? writer->landed : writer->computed) < sequence->awaited_end &&
+      !CanTakeRowOf(*writer, *sequence)) {
     return true;
   }
   sequence->awaits.reset();
@@ -45,7 +46,7 @@ bool PrefixSharing::Waits(Sequence* sequence) const {
 }
 
 PrefixSharing::Reused PrefixSharing::Reuse(Sequence* sequence) {
-  if (HasLeader(*sequence)) {
+  if (HasLeader(*sequence) && !is_recurrent_) {
     const Sequence& leader = *sequence->leader;
     if (CanTakeRowOf(leader, *sequence)) {
       SharePages(leader, leader.prompt_tokens, sequence);
@@ -61,11 +62,33 @@ PrefixSharing::Reused PrefixSharing::Reuse(Sequence* sequence) {
   const int64_t whole_pages = sequence->reusable() / kKvPageTokens;
   pages_->MatchPrefix(absl::MakeConstSpan(sequence->tokens).subspan(0, whole_pages * kKvPageTokens),
                       &sequence->node, &sequence->pages);
+  Reused reused;
+  if (is_recurrent_) reused = ReuseState(sequence);
   sequence->registered_pages = static_cast<int64_t>(sequence->pages.size());
   sequence->computed = sequence->registered_pages * kKvPageTokens;
-  Reused reused = ReuseBeyondCache(sequence);
+  if (!is_recurrent_) reused = ReuseBeyondCache(sequence);
   reused.looked_up = sequence->has_scored();  // else its rows are needed
   return reused;
+}
+
+// Cuts the pages of the cache back to the last state, unless a running sequence will cache one that
+// is further on.
+PrefixSharing::Reused PrefixSharing::ReuseState(Sequence* sequence) {
+  const absl::Span<const TokenId> tokens =
+      absl::MakeConstSpan(sequence->tokens).first(std::max<int64_t>(sequence->reusable(), 0));
+  const size_t matched = sequence->pages.size() * kKvPageTokens;
+  const PrefixKey next(sequence->node,
+                       tokens.subspan(std::min(matched, tokens.size()), kKvPageTokens));
+  const Sequence* const writer = Writer(next);
+  pages_->CutToState(sequence->root, &sequence->pages, &sequence->node, &sequence->recurrent_from);
+  if (writer == nullptr || !MayAwait(*sequence, *writer)) return {};
+  const int64_t end = writer->cached_state_end();
+  const bool is_common = end <= std::min<int64_t>(tokens.size(), writer->same_adapter_until(0)) &&
+                         std::equal(tokens.begin(), tokens.begin() + end, writer->tokens.begin());
+  if (!is_common || writer->landed >= end) return {};
+  sequence->awaits = next;
+  sequence->awaited_end = end;
+  return {.waits = true};
 }
 
 // Beyond the whole pages of the cache.
@@ -157,7 +180,10 @@ void PrefixSharing::Computed(const Chunk& chunk) {
     if (s.registered_pages == last) Publish(&s);
     const absl::Span<const TokenId> tokens =
         absl::MakeConstSpan(s.tokens).subspan(s.registered_pages * kKvPageTokens, kKvPageTokens);
-    s.node = pages_->Register(s.node, tokens, s.pages[s.registered_pages]);
+    const bool is_last = (s.registered_pages + 1) * kKvPageTokens == chunk.end();
+    s.node = pages_->Register(
+        s.node, tokens, s.pages[s.registered_pages],
+        is_last ? absl::MakeConstSpan(chunk.cached_state) : absl::Span<const int32_t>());
     ++s.registered_pages;
   }
   if (writes && s.registered_pages <= last) Publish(&s);
@@ -165,12 +191,15 @@ void PrefixSharing::Computed(const Chunk& chunk) {
 
 void PrefixSharing::Landed(const Chunk& chunk) {
   if (chunk.copy_from >= 0) pages_->Release(chunk.copy_from);
+  for (const std::vector<int32_t>* pages : {&chunk.state_from, &chunk.cached_state}) {
+    for (const int32_t page : *pages) pages_->Release(page);
+  }
 }
 
 void PrefixSharing::Ended(const Sequence& sequence) {
   const int64_t begin = sequence.registered_pages * kKvPageTokens;
   const int64_t end = std::min(sequence.landed, sequence.same_adapter_until(0));
-  if (!sequence.use_prefix_cache || begin >= end) return;
+  if (is_recurrent_ || !sequence.use_prefix_cache || begin >= end) return;
   pages_->Register(sequence.node, absl::MakeConstSpan(sequence.tokens).subspan(begin, end - begin),
                    sequence.pages[sequence.registered_pages]);
 }
@@ -180,6 +209,8 @@ void PrefixSharing::Rewind(Sequence* sequence) {
   const int32_t copied = std::exchange(sequence->copy_from, -1);
   if (copied >= 0) pages_->Release(copied);
   pages_->Release(&sequence->pages);
+  pages_->Release(&sequence->recurrent);
+  pages_->Release(&sequence->recurrent_from);
   sequence->computed = sequence->landed = 0;
   sequence->registered_pages = 0;
   sequence->node = sequence->root;

@@ -1,7 +1,8 @@
 // The keys and values that a sequence takes over instead of computing them: whole pages and parts
 // of pages from the prefix cache, pages of a running sequence with the same beginning, and its last
 // row if both have the same prompt. A sequence waits for a running one that computes tokens which
-// both need. Owned by Scheduler. Confined to the engine thread.
+// both need. With a recurrence, a sequence takes over whole pages up to a cached state and no more.
+// Owned by Scheduler. Confined to the engine thread.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +16,8 @@ namespace dorad::engine {
 
 class PrefixSharing {
  public:
-  // pages is borrowed.
-  explicit PrefixSharing(KvPages* pages) : pages_(pages) {}
+  // pages is borrowed. is_recurrent: the model has a recurrence.
+  PrefixSharing(KvPages* pages, bool is_recurrent) : pages_(pages), is_recurrent_(is_recurrent) {}
 
   // Whether another sequence computes tokens that this one needs.
   bool Waits(Sequence* sequence) const;
@@ -34,7 +35,7 @@ class PrefixSharing {
   void Publish(Sequence* sequence);
   // The chunk's keys and values are in its pages: registers full pages in the prefix cache.
   void Computed(const Chunk& chunk);
-  // The chunk's step has finished or failed: its copied page is free again.
+  // The chunk's step has finished or failed: the pages that it held are free again.
   void Landed(const Chunk& chunk);
   // A running sequence ends: registers its last page, which is not full.
   void Ended(const Sequence& sequence);
@@ -46,12 +47,16 @@ class PrefixSharing {
   // A running sequence that computes these tokens; nullptr: there is none.
   const Sequence* Writer(const PrefixKey& next) const;
   Reused ReuseBeyondCache(Sequence* sequence);
+  Reused ReuseState(Sequence* sequence);
+  // Whether a step computes the sequence's last row for another one.
+  bool CanTakeRowOf(const Sequence& other, const Sequence& sequence) const;
   // Shares the pages of `from`, after those that *to has, up to the position `end`.
   void SharePages(const Sequence& from, int64_t end, Sequence* to);
   // The sequence's next chunk begins with a copy of the page.
   void CopyLater(int32_t page, Sequence* to);
 
   KvPages* const pages_;
+  const bool is_recurrent_;
   // The running sequences whose next page is not in the prefix cache yet, by that page's tokens.
   absl::flat_hash_map<PrefixKey, absl::InlinedVector<const Sequence*, 1>> writers_;
 };

@@ -16,14 +16,14 @@ int64_t PagesOf(int64_t tokens) { return (tokens + kKvPageTokens - 1) / kKvPageT
 Scheduler::Scheduler(Options options, KvPages* pages)
     : options_(std::move(options)),
       pages_(pages),
-      sharing_(pages),
+      sharing_(pages, options_.state_pages > 0),
       shares_(options_.max_step_tokens) {
   DORAD_CHECK(options_.max_step_tokens > 0 && options_.max_running > 0);
 }
 
 void Scheduler::Add(Sequence* sequence) {
   DORAD_CHECK(sequence->state == Sequence::State::kWaiting);
-  DORAD_CHECK(PagesOf(sequence->goal()) <= pages_->total());
+  DORAD_CHECK(PagesOf(sequence->goal()) + kMostStates * options_.state_pages <= pages_->total());
   sequence->node = sequence->root;
   shares_.Enter(sequence);
   Put(sequence, &sequence->share->waiting);
@@ -98,10 +98,14 @@ std::vector<Chunk> Scheduler::Schedule() {
   }
   if (!plan.preempted) AdmitWaiting(&plan);
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
-    const Chunk& chunk = plan.chunks[i];
+    Chunk& chunk = plan.chunks[i];
     Sequence& s = *chunk.sequence;
     s.computed = chunk.end();
     s.planned = 0;
+    chunk.state_from = std::exchange(s.recurrent_from, {});
+    if (options_.state_pages > 0 && chunk.end() == s.cached_state_end()) {
+      pages_->Share(s.recurrent, &chunk.cached_state);
+    }
     if (chunk.copy_from >= 0) s.copy_from = -1;  // the chunk holds it now
     s.sampling += chunk.samples ? 1 : 0;
     s.chunk_index = static_cast<int32_t>(i);
@@ -176,8 +180,10 @@ Sequence* Scheduler::PagesFor(const Sequence& wanting) const {
   const TenantShare& own = *wanting.share;
   const int64_t part = pages_->total() / shares_.Contenders(own);
   std::map<const TenantShare*, int64_t> held;
-  for (const Sequence* s : running_) held[s->share] += static_cast<int64_t>(s->pages.size());
-  if (held[&own] + PagesOf(wanting.goal()) > part) return nullptr;
+  for (const Sequence* s : running_) {
+    held[s->share] += static_cast<int64_t>(s->pages.size() + s->recurrent.size());
+  }
+  if (held[&own] + PagesOf(wanting.goal()) + options_.state_pages > part) return nullptr;
   const auto may = [&](const Sequence& s) {
     return s.priority >= wanting.priority && held[s.share] > part && s.share->served > own.served;
   };
@@ -234,8 +240,32 @@ void Scheduler::Landed(const Chunk& chunk) {
   if (s.state == Sequence::State::kWaiting && s.in_flight == 0) s.DropPins();
 }
 
-int64_t Scheduler::ChunkSize(const Sequence& sequence, int64_t budget) {
+int64_t Scheduler::StatePages(const Sequence& sequence) const {
+  const bool has_own = !sequence.recurrent.empty() && !pages_->IsShared(sequence.recurrent.front());
+  return has_own ? 0 : options_.state_pages;
+}
+
+bool Scheduler::AllocatePages(Sequence* sequence, int64_t missing) {
+  const int64_t state = StatePages(*sequence);
+  std::vector<int32_t> pages;
+  if (!pages_->Allocate(missing + state, &pages)) return false;
+  if (state > 0) {
+    // The old state stays as it is: it is cached, or another sequence or step reads it.
+    if (!sequence->recurrent.empty()) sequence->recurrent_from = std::move(sequence->recurrent);
+    sequence->recurrent.assign(pages.end() - state, pages.end());
+    pages.resize(static_cast<size_t>(missing));
+  }
+  sequence->pages.insert(sequence->pages.end(), pages.begin(), pages.end());
+  return true;
+}
+
+int64_t Scheduler::ChunkSize(const Sequence& sequence, int64_t budget) const {
   int64_t count = std::min(sequence.pending(), budget);
+  // A chunk ends where its state is to be cached.
+  if (const int64_t end = sequence.cached_state_end();
+      options_.state_pages > 0 && sequence.computed < end) {
+    count = std::min(count, end - sequence.computed);
+  }
   // A chunk's rows have the same kind of output: rows that have been scored (after a preemption),
   // rows to be scored, and later ones never share a chunk.
   if (!sequence.has_scored()) {
@@ -272,9 +302,9 @@ void Scheduler::Continue(Sequence* sequence, Plan* plan) {
   // After a thaw more sequences may be running.
   if (count == 0 || static_cast<int64_t>(plan->chunks.size()) >= options_.max_running) return;
   const int64_t held = static_cast<int64_t>(sequence->pages.size());
-  const int64_t missing = PagesOf(sequence->computed + count) - held;
-  while (missing > 0 && !pages_->Allocate(missing, &sequence->pages)) {
-    shortage_ = missing;
+  const int64_t missing = std::max<int64_t>(0, PagesOf(sequence->computed + count) - held);
+  while (!AllocatePages(sequence, missing)) {
+    shortage_ = missing + StatePages(*sequence);
     if (PreemptFrozen(plan)) continue;
     Sequence* const victim = LastOf([](const Sequence& /*any*/) { return true; });
     Preempt(victim, plan);
@@ -293,12 +323,15 @@ Scheduler::Admitted Scheduler::Admit(Sequence* sequence, Plan* plan) {
   // of every running sequence stays in reserve, so that admission does not cause preemption in the
   // next steps.
   const int64_t missing = PagesOf(sequence->goal()) - static_cast<int64_t>(sequence->pages.size());
-  const int64_t reserve = running();
+  // The same for the second state of one that will cache its first.
+  const bool has_two = sequence->computed < sequence->cached_state_end();
+  const int64_t reserve = running() + (has_two ? options_.state_pages : 0);
   const int64_t available = pages_->available();
-  if (available < missing + reserve || !pages_->Allocate(missing, &sequence->pages)) {
+  const int64_t state = StatePages(*sequence);
+  if (available < missing + state + reserve || !AllocatePages(sequence, missing)) {
     sharing_.Rewind(sequence);
     // The prefix's pages count as available again, but the sequence needs them too.
-    shortage_ = missing + pages_->available() - available;
+    shortage_ = missing + state + pages_->available() - available;
     return Admitted::kNoPages;
   }
   if (sequence->preemptions == 0 && sequence->generated() == 0) {

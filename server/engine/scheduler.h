@@ -25,12 +25,13 @@ class Scheduler {
     // False: the sequence gets no rows now and keeps its place and its pages; others may pass it.
     // Null: always true.
     std::function<bool(Sequence*)> may_run;
+    int64_t state_pages = 0;  // of the state of a recurrence; 0: the model has none
   };
 
   // pages is borrowed.
   Scheduler(Options options, KvPages* pages);
 
-  // Queues a sequence. REQUIRES: its goal fits into all pages together.
+  // Queues a sequence. REQUIRES: its goal and kMostStates states fit into all pages together.
   void Add(Sequence* sequence);
   // Removes a sequence from any state and frees its pages.
   void Remove(Sequence* sequence);
@@ -68,8 +69,12 @@ class Scheduler {
   };
 
   bool CanContinue(Sequence* sequence) const;
-  static int64_t ChunkSize(const Sequence& sequence, int64_t budget);
-  static Chunk* Append(Sequence* sequence, Plan* plan);
+  int64_t ChunkSize(const Sequence& sequence, int64_t budget) const;
+  // Pages for the state after the next chunk, if those that the sequence has are not its own.
+  int64_t StatePages(const Sequence& sequence) const;
+  // Gives the sequence the pages for `missing` more of its positions and for its state.
+  bool AllocatePages(Sequence* sequence, int64_t missing);
+  Chunk* Append(Sequence* sequence, Plan* plan);
   // The running sequence to preempt first, among those for which may(sequence) holds: of the lowest
   // priority, of the tenant that was served most, the last to arrive. nullptr: none.
   template <typename May>

@@ -66,6 +66,10 @@ struct Sequence {
   // Of them, those before the last row of its own that has landed: with a copied page's.
   int64_t landed = 0;
   std::vector<int32_t> pages;
+  // Pages with the state of a recurrence after all steps in flight, of a model that has one. And
+  // those that the next chunk reads in their place, held until it is scheduled; empty: the same.
+  std::vector<int32_t> recurrent;
+  std::vector<int32_t> recurrent_from;
 
   // Sample 0 of the request, for other samples: it computes the prompt for all.
   const Sequence* leader = nullptr;
@@ -121,6 +125,12 @@ struct Sequence {
   int64_t generated() const { return static_cast<int64_t>(tokens.size()) - prompt_tokens; }
   bool has_scored() const { return scored == to_score; }
   bool prompt_done() const { return computed >= prompt_tokens; }
+  // The position after which the state of a recurrence is cached for other sequences with the same
+  // prompt, which compute at least its last token; 0: nowhere.
+  int64_t cached_state_end() const {
+    const bool generates = most_tokens > prompt_tokens;
+    return use_prefix_cache && generates ? (prompt_tokens - 1) / kKvPageTokens * kKvPageTokens : 0;
+  }
   // Leading positions whose rows have no pending output, so that their keys and values may be
   // shared. REQUIRES: nothing is in flight.
   int64_t reusable() const {
@@ -143,6 +153,10 @@ struct Chunk {
   // The page with the keys and values of the first position's page before it, to be copied: held
   // until the chunk has landed. -1: none.
   int32_t copy_from = -1;
+  // Of a recurrence, held until the chunk has landed: the pages with the state before the first
+  // position (empty: those that the chunk writes), and the chunk's own if they are to be cached.
+  std::vector<int32_t> state_from;
+  std::vector<int32_t> cached_state;
   // Without rows: the sequence with the same prompt whose last row in this step is its last row.
   const Sequence* row_of = nullptr;
   bool samples = false;  // the last row samples the sequence's next token

@@ -23,6 +23,8 @@ StepSequence RowsOf(const Chunk& chunk, std::vector<Request::Want>* wants) {
   rows.position = chunk.position;
   rows.pages = s.pages;
   rows.copy_from = chunk.copy_from;
+  rows.state = s.recurrent;
+  rows.state_from = chunk.state_from;
   if (chunk.row_of != nullptr) rows.row_of = chunk.row_of->chunk_index;
   rows.adapter = s.adapter_at(chunk.position);
   rows.images = s.images.get();

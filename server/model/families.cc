@@ -35,6 +35,34 @@ constexpr Family Gemma3() {
   return family;
 }
 
+constexpr Family Qwen35Text() {
+  return {.model_type = "qwen3_5_text",
+          .architecture = "Qwen3_5ForCausalLM",
+          .default_sizes = {{248320, 4096, 12288, 32, 16}},
+          .default_kv_heads = 4,
+          .default_head_dim = 256,
+          .default_context = 32768,
+          .delta_nets = true,
+          .reads_attention_bias = true,
+          .qk_norm = true,
+          .output_gate = true,
+          .norms_add_one = true,
+          .default_rotary_part = 0.25,
+          .mrope = true,
+          .default_mrope = {11, 11, 10},
+          .ignored_parts = {"mtp.", "model.visual."}};
+}
+
+constexpr Family Qwen35() {
+  Family family = Qwen35Text();
+  family.text_type = family.model_type;
+  family.model_type = "qwen3_5";
+  family.architecture = "Qwen3_5ForConditionalGeneration";
+  family.ignored_parts = {"mtp."};
+  family.read_vision = ReadQwen35Vision;
+  return family;
+}
+
 constexpr Family kFamilies[] = {
     {.model_type = "llama",
      .architecture = "LlamaForCausalLM",
@@ -101,6 +129,8 @@ constexpr Family kFamilies[] = {
      .mrope = true,
      .default_mrope = {24, 20, 20},
      .read_vision = ReadQwen3Vision},
+    Qwen35(),
+    Qwen35Text(),
     Gemma3(),
     Gemma3Text(),
 };

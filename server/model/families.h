@@ -40,18 +40,24 @@ struct Family {
   int64_t default_max_window_layers = 28;  // of kByLayer
   std::optional<int32_t> default_eos;
   enum Windows { kNone, kEveryLayer, kByLayer, kByPattern } windows = kNone;
+  bool delta_nets = false;  // by layer_types or full_attention_interval
   bool default_tied = false;
   bool qkv_bias = false;              // always
   bool reads_attention_bias = false;  // of q, k, v and o
   bool reads_mlp_bias = false;
   bool qk_norm = false;
+  bool output_gate = false;
   bool output_norms = false;
   bool norms_add_one = false;
   bool scales_embedding = false;  // by the root of hidden_size
+  // Of partial_rotary_factor; 1: other factors are refused.
+  double default_rotary_part = 1.0;
   // The rotary embedding has three positions (time, height, width); they are equal in text.
   bool mrope = false;
   std::array<int64_t, 3> default_mrope = {};  // frequencies of each position
   enum MropeOrder { kByTurns, kInSections } mrope_order = kByTurns;
+  // Tensors of these beginnings are not loaded (transformers: _keys_to_ignore_on_load_unexpected).
+  std::array<const char*, 2> ignored_parts = {};
   // Reads the tower; nullptr: it is not served.
   VisionConfig (*read_vision)(Fields& root, const ModelConfig& text) = nullptr;
 

@@ -13,6 +13,7 @@
 #include "absl/strings/strip.h"
 #include "server/model/checkpoint.h"
 #include "server/model/config_json.h"
+#include "server/model/delta_config.h"
 #include "server/model/families.h"
 #include "server/model/refused_keys.h"
 #include "server/model/rope_config.h"
@@ -149,6 +150,7 @@ void ReadLayers(Fields& fields, const Family& family, ModelConfig* config) {
   attention.qkv_bias = family.qkv_bias || biases;
   attention.output_bias = biases;
   attention.qk_norm = family.qk_norm;
+  attention.output_gate = family.output_gate;
   attention.query_scalar = static_cast<double>(config->head_dim);
   if (family.default_query_scalar) {
     attention.query_scalar =
@@ -357,6 +359,9 @@ absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& dir) {
     Fields text = TextFields(fields, *family);
     if (&text.object() != &fields.object()) RefuseUnsupportedKeys(text, false, has_scalar);
     if (has_parts) SetPartNames(&config);
+    for (const char* const part : family->ignored_parts) {
+      if (part != nullptr) config.ignored_parts.push_back(part);
+    }
     ReadSizes(text, *family, &config);
     config.tied_embeddings = fields.Bool("tie_word_embeddings", family->default_tied);
     if (has_parts) ReadImageTokens(fields, &config);
@@ -366,7 +371,11 @@ absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& dir) {
     if (has_parts) ReadTensorNames(dir, fields, &config);
     ReadHeads(text, *family, &config);
     ReadLayers(text, *family, &config);
-    ReadWindows(text, *family, &config);
+    if (family->delta_nets) {
+      ReadDeltaNets(text, &config);
+    } else {
+      ReadWindows(text, *family, &config);
+    }
     ReadRopeConfig(text, *family, &config);
     config.NumberModules();
     DORAD_RETURN_IF_ERROR(ReadEosTokens(dir, fields, text, *family, &violations, &config));
@@ -379,12 +388,22 @@ void ModelConfig::NumberModules() {
   int next = 0;
   for (LayerSpec& layer : layers) {
     AttentionSpec& attention = layer.attention;
-    for (int* id : {&attention.q, &attention.k, &attention.v, &attention.o}) *id = next++;
+    if (layer.delta) {
+      DeltaSpec& delta = *layer.delta;
+      for (int* id : {&delta.qkv, &delta.z, &delta.b, &delta.a, &delta.out}) *id = next++;
+    } else {
+      for (int* id : {&attention.q, &attention.k, &attention.v, &attention.o}) *id = next++;
+    }
     for (int* id : {&layer.mlp.gate, &layer.mlp.up, &layer.mlp.down}) *id = next++;
   }
   embedding = next++;
   head = next++;
   if (vision) vision->NumberModules(next);
+}
+
+int64_t ModelConfig::num_delta_layers() const {
+  return std::count_if(layers.begin(), layers.end(),
+                       [](const LayerSpec& layer) { return layer.delta.has_value(); });
 }
 
 int ModelConfig::num_modules() const { return head + 1 + (vision ? vision->num_modules() : 0); }
@@ -418,11 +437,20 @@ std::vector<adapter::BaseModule> ListModules(const ModelConfig& config, const Sp
                      /*is_output_head=*/false,
                      /*layer=*/i};
     };
-    const AttentionSpec& attention = config.layers[i].attention;
-    linear(attention.q, ".self_attn.q_proj", config.q_size(), hidden);
-    linear(attention.k, ".self_attn.k_proj", config.kv_size(), hidden);
-    linear(attention.v, ".self_attn.v_proj", config.kv_size(), hidden);
-    linear(attention.o, ".self_attn.o_proj", hidden, config.q_size());
+    if (const auto& delta = config.layers[i].delta) {
+      linear(delta->qkv, ".linear_attn.in_proj_qkv", config.delta.qkv_size(), hidden);
+      linear(delta->z, ".linear_attn.in_proj_z", config.delta.value_size(), hidden);
+      linear(delta->b, ".linear_attn.in_proj_b", config.delta.value_heads, hidden);
+      linear(delta->a, ".linear_attn.in_proj_a", config.delta.value_heads, hidden);
+      linear(delta->out, ".linear_attn.out_proj", hidden, config.delta.value_size());
+    } else {
+      const AttentionSpec& attention = config.layers[i].attention;
+      const int64_t queries = (attention.output_gate ? 2 : 1) * config.q_size();
+      linear(attention.q, ".self_attn.q_proj", queries, hidden);
+      linear(attention.k, ".self_attn.k_proj", config.kv_size(), hidden);
+      linear(attention.v, ".self_attn.v_proj", config.kv_size(), hidden);
+      linear(attention.o, ".self_attn.o_proj", hidden, config.q_size());
+    }
     const MlpSpec& mlp = config.layers[i].mlp;
     linear(mlp.gate, ".mlp.gate_proj", inner, hidden);
     linear(mlp.up, ".mlp.up_proj", inner, hidden);
@@ -450,6 +478,13 @@ adapter::BaseModules MakeModules(const ModelConfig& config) {
   const auto kind = config.vision ? adapter::ModuleKind::kEmbedding : adapter::ModuleKind::kLinear;
   std::vector<adapter::BaseModule> not_served;
   for (const std::string& name : config.other_modules) not_served.push_back({name, kind});
+  // all-linear does not select a convolution.
+  for (int64_t i = 0; i < config.num_layers(); ++i) {
+    if (!config.layers[i].delta) continue;
+    not_served.push_back(
+        {absl::StrCat(config.spellings.front().body, "layers.", i, ".linear_attn.conv1d"),
+         adapter::ModuleKind::kEmbedding});
+  }
   return adapter::BaseModules(std::move(first), std::move(lists), std::move(not_served));
 }
 

@@ -48,9 +48,30 @@ struct AttentionSpec {
   bool qkv_bias = false;
   bool output_bias = false;
   bool qk_norm = false;
+  // q gives a query and a gate for each head, and the output is multiplied by sigmoid(gate).
+  bool output_gate = false;
   int rope = 0;               // of ModelConfig::ropes
   int64_t window = 0;         // the last positions that a row sees, its own included; 0: all
   double query_scalar = 0.0;  // scores are divided by its square root
+};
+
+// A gated delta-net (transformers: Qwen3_5GatedDeltaNet): a short convolution over the sequence,
+// then a recurrence whose state is a matrix for each value head.
+struct DeltaSpec {
+  int qkv = 0, z = 0, b = 0, a = 0, out = 0;
+};
+
+// Of all delta-nets of a model.
+struct DeltaSizes {
+  int64_t key_heads = 0;    // of queries and keys
+  int64_t value_heads = 0;  // a multiple of key_heads
+  int64_t key_dim = 0;
+  int64_t value_dim = 0;
+  int64_t convolution = 0;  // rows that an output of the convolution sees
+
+  int64_t key_size() const { return key_heads * key_dim; }
+  int64_t value_size() const { return value_heads * value_dim; }
+  int64_t qkv_size() const { return 2 * key_size() + value_size(); }
 };
 
 struct MlpSpec {
@@ -59,9 +80,10 @@ struct MlpSpec {
   Activation activation = Activation::kSilu;
 };
 
-// x += attention(norm(x)), then x += mlp(norm(x)).
+// x += mixer(norm(x)), then x += mlp(norm(x)). The mixer is `delta` if it is set, else `attention`.
 struct LayerSpec {
   AttentionSpec attention;
+  std::optional<DeltaSpec> delta;
   MlpSpec mlp;
   // The outputs of both are normed too, before they are added.
   bool output_norms = false;
@@ -84,6 +106,8 @@ struct ModelConfig {
   std::vector<std::string> other_parts;
   std::vector<std::string> other_modules;
   std::optional<VisionConfig> vision;  // nullopt: no tower is served
+  // The beginnings of the names of tensors that transformers does not load either.
+  std::vector<std::string> ignored_parts;
 
   bool IsOfOtherPart(const std::string& tensor) const;
   int64_t vocab_size = 0;
@@ -99,6 +123,7 @@ struct ModelConfig {
   double embedding_scale = 1.0;
   bool tied_embeddings = false;
   std::vector<LayerSpec> layers;
+  DeltaSizes delta;  // zeros without delta-nets
   std::vector<RopeConfig> ropes = {{}};
   int embedding = 0;  // module ids
   int head = 0;
@@ -109,6 +134,9 @@ struct ModelConfig {
   int64_t q_size() const { return num_heads * head_dim; }
   int64_t kv_size() const { return num_kv_heads * head_dim; }
   int64_t num_layers() const { return static_cast<int64_t>(layers.size()); }
+  // Layers with keys and values, and layers with a recurrent state.
+  int64_t num_attention_layers() const { return num_layers() - num_delta_layers(); }
+  int64_t num_delta_layers() const;
 
   int num_modules() const;
   // Whether rows of images have three positions of the rotary embedding: time, height and width.

@@ -175,24 +175,40 @@ void ReadLongRope(Fields& rope, ModelConfig* config, RopeConfig* out) {
   config->context_length = std::min(config->context_length, out->original_max_position);
 }
 
+// The part of a head that turns. The rotary embedding's own key wins over the one beside it.
+double ReadRotaryPart(Fields& fields, Fields& rope, const Family& family) {
+  constexpr char kKey[] = "partial_rotary_factor";
+  if (family.default_rotary_part != 1.0) {
+    const double outer = NumberOrNull(fields, kKey, family.default_rotary_part, {1e-3, 1.0});
+    return NumberOrNull(rope, kKey, outer, {1e-3, 1.0});
+  }
+  for (Fields* place : {&fields, &rope}) {
+    if (NumberOrNull(*place, kKey, 1.0, {0.0, 1e6}) != 1.0) {
+      place->Unsupported(kKey, "only a full rotary embedding (1.0) is supported");
+    }
+  }
+  return 1.0;
+}
+
 // One table. fields: the decoder's; theta_key and default_theta: of the base beside `rope`.
 RopeConfig ReadRope(Fields& fields, Fields& rope, const Family& family, const char* theta_key,
                     double default_theta, ModelConfig* config) {
   static const NumberRange kTheta{1.0 + 1e-6, 1e12};
   CheckKeys(rope, family);
   RopeConfig out;
-  out.width = config->head_dim;
+  out.width = static_cast<int64_t>(static_cast<double>(config->head_dim) *
+                                   ReadRotaryPart(fields, rope, family));
+  if (config->head_dim > 0 && (out.width < 2 || out.width % 2 != 0)) {
+    rope.Invalid("partial_rotary_factor",
+                 absl::StrCat("must give an even number of a head's ", config->head_dim,
+                              " elements, not ", out.width));
+    out.width = 2;
+  }
   if (family.default_mrope != Family().default_mrope) {
     out.axes = ReadAxes(rope, family, out.width / 2);
   }
   const double outer_theta = fields.Number(theta_key, default_theta, kTheta);
   out.theta = rope.Number("rope_theta", outer_theta, kTheta);
-  for (Fields* place : {&fields, &rope}) {
-    if (NumberOrNull(*place, "partial_rotary_factor", 1.0, {0.0, 1e6}) != 1.0) {
-      place->Unsupported("partial_rotary_factor",
-                         "only a full rotary embedding (1.0) is supported");
-    }
-  }
   out.kind = ReadKind(rope, family);
   switch (out.kind) {
     case RopeKind::kDefault:

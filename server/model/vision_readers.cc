@@ -22,6 +22,7 @@ struct QwenDefaults {
   absl::Span<const char* const> types;
   const char* activation;
   int64_t width, inner, patch, depth;
+  int32_t image_token_id = 151655;
 };
 
 void CheckType(Fields& fields, absl::Span<const char* const> types) {
@@ -82,7 +83,8 @@ VisionConfig ReadQwen(Fields& root, Fields& fields, const QwenDefaults& defaults
   }
   vision.blocks.resize(fields.Int("depth", defaults.depth, kCounts));
   ReadRope(fields, &vision);
-  vision.image_token_id = static_cast<int32_t>(root.Int("image_token_id", 151655, {0, INT32_MAX}));
+  vision.image_token_id =
+      static_cast<int32_t>(root.Int("image_token_id", defaults.image_token_id, {0, INT32_MAX}));
   return vision;
 }
 
@@ -157,6 +159,16 @@ VisionConfig ReadQwen3Vision(Fields& root, const ModelConfig& text) {
   ReadTable(fields, &vision);
   ReadDeepstack(fields, text.num_layers(), &vision);
   vision.deepstack_mergers.resize(vision.deepstack.size());
+  return vision;
+}
+
+// Qwen3-VL's without DeepStack.
+VisionConfig ReadQwen35Vision(Fields& root, const ModelConfig& text) {
+  static constexpr const char* kTypes[] = {"qwen3_5_vision", "qwen3_5"};
+  Fields fields = root.Child("vision_config");
+  VisionConfig vision =
+      ReadQwen(root, fields, {kTypes, "gelu_pytorch_tanh", 1152, 4304, 16, 27, 248056}, text);
+  ReadTable(fields, &vision);
   return vision;
 }
 

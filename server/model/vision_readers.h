@@ -9,6 +9,7 @@ namespace dorad::model {
 
 // root: of config.json. text: its sizes are set. REQUIRES: root has a vision_config.
 VisionConfig ReadQwen3Vision(Fields& root, const ModelConfig& text);
+VisionConfig ReadQwen35Vision(Fields& root, const ModelConfig& text);
 VisionConfig ReadQwen25Vision(Fields& root, const ModelConfig& text);
 VisionConfig ReadMistral3Vision(Fields& root, const ModelConfig& text);
 

@@ -1,5 +1,6 @@
 #include "server/model/weight_import.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <set>
@@ -48,9 +49,11 @@ class SlotList {
  private:
   void AddLayer(const std::string& name, int index) {
     const LayerSpec& layer = config_.layers[index];
-    const AttentionSpec& attention = layer.attention;
-    for (const int id : {attention.q, attention.k, attention.v}) AddLinear(id, attention.qkv_bias);
-    AddLinear(attention.o, attention.output_bias);
+    if (layer.delta) {
+      AddDelta(name + ".linear_attn.", *layer.delta, index);
+    } else {
+      AddAttention(name + ".self_attn.", layer.attention, index);
+    }
     for (const int id : {layer.mlp.gate, layer.mlp.up, layer.mlp.down}) {
       AddLinear(id, layer.mlp.bias);
     }
@@ -65,10 +68,24 @@ class SlotList {
     } else {
       norm(".post_attention_layernorm", WeightKind::kMlpNorm);
     }
-    if (attention.qk_norm) {
-      AddNorm(name + ".self_attn.q_norm", WeightKind::kQueryNorm, index, config_.head_dim);
-      AddNorm(name + ".self_attn.k_norm", WeightKind::kKeyNorm, index, config_.head_dim);
-    }
+  }
+
+  void AddAttention(const std::string& name, const AttentionSpec& attention, int layer) {
+    for (const int id : {attention.q, attention.k, attention.v}) AddLinear(id, attention.qkv_bias);
+    AddLinear(attention.o, attention.output_bias);
+    if (!attention.qk_norm) return;
+    AddNorm(name + "q_norm", WeightKind::kQueryNorm, layer, config_.head_dim);
+    AddNorm(name + "k_norm", WeightKind::kKeyNorm, layer, config_.head_dim);
+  }
+
+  void AddDelta(const std::string& name, const DeltaSpec& delta, int layer) {
+    for (const int id : {delta.qkv, delta.z, delta.b, delta.a, delta.out}) AddMatrix(id);
+    const DeltaSizes& sizes = config_.delta;
+    slots_[name + "conv1d.weight"] = {
+        WeightKind::kDeltaConvolution, layer, {sizes.qkv_size(), 1, sizes.convolution}};
+    slots_[name + "A_log"] = {WeightKind::kDeltaDecay, layer, {sizes.value_heads}};
+    slots_[name + "dt_bias"] = {WeightKind::kDeltaTimeBias, layer, {sizes.value_heads}};
+    slots_[name + "norm.weight"] = {WeightKind::kDeltaNorm, layer, {sizes.value_dim}};
   }
 
   void AddMatrix(int id) {
@@ -129,7 +146,9 @@ class SlotList {
 // tied model (whose bytes must then be the embedding's), and parts that are not served.
 bool IsTolerated(const std::string& name, const ModelConfig& config, const Spelling& names) {
   return absl::EndsWith(name, "rotary_emb.inv_freq") ||
-         (config.tied_embeddings && name == HeadOf(names)) || config.IsOfOtherPart(name);
+         (config.tied_embeddings && name == HeadOf(names)) || config.IsOfOtherPart(name) ||
+         std::any_of(config.ignored_parts.begin(), config.ignored_parts.end(),
+                     [&](const std::string& part) { return absl::StartsWith(name, part); });
 }
 
 std::string ShapeText(const std::vector<int64_t>& shape) {

@@ -28,6 +28,11 @@ enum class WeightKind {
   kQueryNorm,
   kKeyNorm,
   kFinalNorm,
+  // of a delta-net: [qkv_size, 1, convolution], [value_heads] twice, [value_dim]
+  kDeltaConvolution,
+  kDeltaDecay,
+  kDeltaTimeBias,
+  kDeltaNorm,
   // of the tower: the patches' projection, the position table, and norms (two of each block, then
   // the mergers', then the patches')
   kPatchMatrix,

@@ -19,9 +19,11 @@ SETUPS = [
     ("llama2", "fp32"),
     ("qwen2_window", "fp32"),
     ("gemma3_text", "fp32"),
+    ("qwen35", "fp32"),
     ("llama3", "bf16"),
     ("qwen3", "bf16"),
     ("gemma3_text", "bf16"),
+    ("qwen35_text", "bf16"),
 ]
 
 

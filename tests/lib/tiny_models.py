@@ -21,6 +21,8 @@ from transformers import (
     PretrainedConfig,
     Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3VLConfig,
 )
@@ -164,6 +166,38 @@ def _gemma3() -> PretrainedConfig:
     )
 
 
+_DELTA = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+)
+
+
+# Layer 1 has attention, as kinds of adapters want it.
+def _qwen35_text() -> PretrainedConfig:
+    values = _common(num_hidden_layers=5, num_key_value_heads=2, head_dim=24, **_DELTA)
+    return Qwen3_5TextConfig(**values, full_attention_interval=2, linear_conv_kernel_dim=3)
+
+
+def _qwen35() -> PretrainedConfig:
+    rope = _rope(theta=1e6, mrope_section=[2, 1, 1], mrope_interleaved=True)
+    linear, full = "linear_attention", "full_attention"
+    return Qwen3_5Config(
+        text_config=_text(
+            head_dim=16,
+            num_hidden_layers=4,
+            layer_types=[linear, full, linear, linear],
+            attention_bias=True,
+            rope_parameters=rope | {"partial_rotary_factor": 0.5},
+            **_DELTA,
+        ),
+        vision_config=_tower(depth=2, num_heads=2, out_hidden_size=64, num_position_embeddings=16),
+        tie_word_embeddings=True,
+        **_QWEN_IMAGES,
+    )
+
+
 FAMILIES = [
     Family("llama2", _llama(rope_parameters=_rope())),
     Family(
@@ -280,6 +314,8 @@ FAMILIES = [
     Family("mistral3", _mistral3(tie_word_embeddings=False), absent_keys=("tie_word_embeddings",)),
     Family("gemma3_text", lambda: Gemma3TextConfig(**_gemma3_values())),
     Family("gemma3", _gemma3, dtype=torch.bfloat16, legacy_config=True),
+    Family("qwen35_text", _qwen35_text),
+    Family("qwen35", _qwen35, dtype=torch.bfloat16),
 ]
 # Long contexts and a few milliseconds a token: for tests that catch a request in its middle.
 SLOW = Family(
@@ -298,23 +334,30 @@ BY_NAME = {family.name: family for family in [*FAMILIES, SLOW]}
 
 def _randomise(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    # Gemma's norms add 1 to their parameters. It scales embeddings, and its tied head would repeat
-    # tokens of larger ones.
+    # Norms of Gemma and Qwen3.5 add 1 to their parameters. Gemma scales embeddings, and its tied
+    # head would repeat tokens of larger ones.
     norm_mean, spread = 1.0, 1.6
     if model.config.model_type.startswith("gemma"):
         norm_mean, spread = 0.0, 1.0
+    if model.config.model_type.startswith("qwen3_5"):
+        norm_mean = 0.0
 
     def normal(tensor: torch.Tensor, std: float, mean: float = 0.0) -> None:
         tensor.copy_(mean + std * torch.randn(tensor.shape, generator=generator))
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith("A_log"):  # fast decays round much in transformers' chunks
+                normal(parameter, 0.2, mean=-3.0)
+            elif name.endswith("bias"):
                 normal(parameter, 0.2)
             elif parameter.ndim == 1:  # of a norm
-                normal(parameter, 0.2, mean=norm_mean)
+                adds_one = norm_mean == 0.0 and not name.endswith("linear_attn.norm.weight")
+                normal(parameter, 0.2, mean=0.0 if adds_one else 1.0)
             elif "embed_tokens" in name or "lm_head" in name:
                 normal(parameter, spread * parameter.shape[1] ** -0.5)
+            elif "linear_attn.out_proj" in name:  # a gated norm enlarges what rounding did before it
+                normal(parameter, 0.4 * parameter.shape[1] ** -0.5)
             else:
                 normal(parameter, 0.8 * parameter.shape[1] ** -0.5)
 

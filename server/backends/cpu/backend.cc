@@ -66,10 +66,8 @@ class CpuBackend final : public Backend {
         model_, model::LoadedModel::Load(
                     config.model.path, std::move(model_config), compute, ops::NormOptions{budget},
                     /*shareable=*/!config.server.shared_memory_socket.empty()));
-    const int64_t page_bytes =
-        engine::CpuKvPageBytes(model_->config(), compute == ops::ComputeDType::kBF16 ? 2 : 4);
-    DORAD_RETURN_IF_ERROR(
-        Describe(config, model_->config(), page_bytes, AvailableHostMemory() / kAutoKvDivisor));
+    DORAD_RETURN_IF_ERROR(Describe(config, model_->config(), CpuKvSizes(config, model_->config()),
+                                   AvailableHostMemory() / kAutoKvDivisor));
     info_.digest = model_->digest();
     info_.num_parameters = model_->num_parameters();
     info_.weight_bytes = model_->bytes();
@@ -119,6 +117,12 @@ class CpuBackend final : public Backend {
 };
 
 }  // namespace
+
+KvSizes CpuKvSizes(const Config& config, const model::ModelConfig& model) {
+  const int64_t element_bytes = config.model.compute_dtype == "bf16" ? 2 : 4;
+  return {engine::CpuKvPageBytes(model, element_bytes),
+          engine::CpuStateLayout(model, element_bytes).pages()};
+}
 
 absl::StatusOr<std::unique_ptr<Backend>> LoadCpuBackend(const Config& config,
                                                         model::ModelConfig model) {

@@ -4,7 +4,9 @@
 
 #include <cmath>
 
+#include "server/backends/cpu/model_runner.h"
 #include "server/backends/cpu/ops/activation.h"
+#include "server/backends/cpu/ops/delta.h"
 #include "server/backends/cpu/ops/embedding.h"
 #include "server/backends/cpu/ops/norm.h"
 
@@ -47,8 +49,8 @@ std::vector<ops::RowSegment> SegmentsOf(absl::Span<const AdapterRows> adapters, 
 class Decoder::Pass {
  public:
   Pass(const LoadedModel& model, const std::vector<ops::RopeTable>& ropes,
-       const DecoderBatch& batch)
-      : model_(model), config_(model.config()), ropes_(ropes), batch_(batch) {}
+       const DeltaStateLayout& states, const DecoderBatch& batch)
+      : model_(model), config_(model.config()), ropes_(ropes), states_(states), batch_(batch) {}
 
   at::Tensor Embed() const {
     at::Tensor embedded =
@@ -78,21 +80,55 @@ class Decoder::Pass {
     at::Tensor q = EmptyF32({rows, config_.num_heads, config_.head_dim});
     at::Tensor k = EmptyF32({rows, config_.num_kv_heads, config_.head_dim});
     at::Tensor v = EmptyF32({rows, config_.num_kv_heads, config_.head_dim});
-    Linears(h_TD, {{spec.q, &w.q, q.view({rows, -1})},
+    // Of each head its query, and its gate after that.
+    const int64_t width = (spec.output_gate ? 2 : 1) * config_.head_dim;
+    at::Tensor queries = spec.output_gate ? EmptyF32({rows, config_.num_heads, width}) : q;
+    Linears(h_TD, {{spec.q, &w.q, queries.view({rows, -1})},
                    {spec.k, &w.k, k.view({rows, -1})},
                    {spec.v, &w.v, v.view({rows, -1})}});
+    if (spec.output_gate) q.copy_(queries.narrow(2, 0, config_.head_dim));
     if (spec.qk_norm) {
       ops::RmsNormInplace(q, w.q_norm, config_.rms_norm_eps);
       ops::RmsNormInplace(k, w.k_norm, config_.rms_norm_eps);
     }
     ops::RopeAndAppend(q, k, v, ropes_[spec.rope], batch_.sequences, kv);
     const double scale = 1.0 / std::sqrt(spec.query_scalar);
-    const at::Tensor attended = ops::PagedAttention(q, kv, batch_.sequences, scale, spec.window);
+    at::Tensor attended = ops::PagedAttention(q, kv, batch_.sequences, scale, spec.window);
+    if (spec.output_gate) {
+      ops::SigmoidMul(attended, queries.narrow(2, config_.head_dim, config_.head_dim).contiguous());
+    }
     at::Tensor out = EmptyF32({rows, config_.hidden_size});
     Linears(attended.view({rows, config_.q_size()}), {{spec.o, &w.o, out}});
     if (config_.layers[layer].output_norms) {
       ops::RmsNormInplace(out, w.attention_output_norm, config_.rms_norm_eps);
     }
+    return out;
+  }
+
+  // As Attention. net: the number of the delta-net.
+  at::Tensor Delta(int64_t layer, int64_t net, const at::Tensor& h_TD,
+                   std::vector<ops::PagedKv>& kv) const {
+    const DeltaSpec& spec = *config_.layers[layer].delta;
+    const DeltaWeights& w = model_.weights().layers[layer].delta;
+    const DeltaSizes& sizes = config_.delta;
+    const int64_t rows = h_TD.size(0);
+    const at::Tensor qkv = EmptyF32({rows, sizes.qkv_size()});
+    at::Tensor z = EmptyF32({rows, sizes.value_heads, sizes.value_dim});
+    const at::Tensor b = EmptyF32({rows, sizes.value_heads});
+    const at::Tensor a = EmptyF32({rows, sizes.value_heads});
+    Linears(h_TD, {{spec.qkv, &w.qkv, qkv},
+                   {spec.z, &w.z, z.view({rows, -1})},
+                   {spec.b, &w.b, b},
+                   {spec.a, &w.a, a}});
+    const std::vector<ops::DeltaRows> sequences = DeltaRowsOf(net, kv);
+    const ops::DeltaShape shape{sizes, states_.tile(), sizes.value_heads * states_.tiles(),
+                                BlockBytes(kv[0].k) / static_cast<int64_t>(sizeof(float))};
+    const at::Tensor mixed = ops::DeltaConvolution(qkv, w.convolution, sequences, shape);
+    at::Tensor o = ops::GatedDeltaRule(mixed, b, a, w.decay_log, w.time_bias, sequences, shape);
+    ops::RmsNormInplace(o, w.norm, config_.rms_norm_eps);
+    ops::SiluMul(z, o);
+    at::Tensor out = EmptyF32({rows, config_.hidden_size});
+    Linears(z.view({rows, -1}), {{spec.out, &w.out, out}});
     return out;
   }
 
@@ -121,6 +157,42 @@ class Decoder::Pass {
   }
 
  private:
+  static int64_t BlockBytes(const at::Tensor& pages) {
+    return static_cast<int64_t>(pages.nbytes()) / pages.size(0);
+  }
+
+  // The blocks of a page are its keys and its values in each layer with attention.
+  std::vector<ops::DeltaRows> DeltaRowsOf(int64_t net, std::vector<ops::PagedKv>& kv) const {
+    const auto block_at = [&](absl::Span<const int32_t> pages, DeltaStateLayout::Block at) {
+      const ops::PagedKv& layer = kv[at.block / 2];
+      const at::Tensor& tensor = at.block % 2 == 0 ? layer.k : layer.v;
+      auto* const begin = static_cast<std::byte*>(tensor.mutable_data_ptr());
+      return reinterpret_cast<float*>(begin + pages[at.page] * BlockBytes(tensor));
+    };
+    const auto blocks_of = [&](absl::Span<const int32_t> pages) {
+      std::vector<float*> blocks;
+      for (int64_t head = 0; head < config_.delta.value_heads; ++head) {
+        for (int64_t tile = 0; tile < states_.tiles(); ++tile) {
+          blocks.push_back(block_at(pages, states_.StateAt(net, head, tile)));
+        }
+      }
+      for (int64_t i = 0; i < states_.row_blocks(); ++i) {
+        blocks.push_back(block_at(pages, states_.RowsAt(net, i)));
+      }
+      return blocks;
+    };
+    std::vector<ops::DeltaRows> sequences;
+    for (size_t i = 0; i < batch_.sequences.size(); ++i) {
+      const ops::SequenceRows& rows = batch_.sequences[i];
+      const StatePages& pages = batch_.states[i];
+      sequences.push_back({rows.row_begin, rows.count, {}, blocks_of(pages.to)});
+      if (pages.from.empty()) continue;
+      const std::vector<float*> from = blocks_of(pages.from);
+      sequences.back().from.assign(from.begin(), from.end());
+    }
+    return sequences;
+  }
+
   struct Linear {
     int module;
     const ops::BaseLinear* base;
@@ -141,16 +213,20 @@ class Decoder::Pass {
   const LoadedModel& model_;
   const ModelConfig& config_;
   const std::vector<ops::RopeTable>& ropes_;
+  const DeltaStateLayout& states_;
   const DecoderBatch& batch_;
 };
 
 Decoder::Decoder(const LoadedModel& model, int64_t max_positions)
-    : model_(model), ropes_(MakeRopeTables(model.config(), max_positions)) {}
+    : model_(model),
+      ropes_(MakeRopeTables(model.config(), max_positions)),
+      state_layout_(engine::CpuStateLayout(model.config(),
+                                           model.compute() == ops::ComputeDType::kBF16 ? 2 : 4)) {}
 
 std::vector<ops::PagedKv> Decoder::AllocateKv(int64_t pages) const {
   const ModelConfig& config = model_.config();
   std::vector<ops::PagedKv> kv;
-  for (int64_t layer = 0; layer < config.num_layers(); ++layer) {
+  for (int64_t layer = 0; layer < config.num_attention_layers(); ++layer) {
     kv.push_back(
         ops::AllocatePagedKv(pages, config.num_kv_heads, config.head_dim, model_.compute()));
   }
@@ -158,16 +234,21 @@ std::vector<ops::PagedKv> Decoder::AllocateKv(int64_t pages) const {
 }
 
 at::Tensor Decoder::Forward(const DecoderBatch& batch, std::vector<ops::PagedKv>& kv) const {
-  const Pass pass(model_, ropes_, batch);
+  const Pass pass(model_, ropes_, state_layout_, batch);
   const double eps = model_.config().rms_norm_eps;
   at::Tensor residual = pass.Embed();
   at::Tensor pending;  // output of the last block, not yet added to the residual
+  int64_t net = 0;     // the next delta-net
   for (int64_t layer = 0; layer < model_.config().num_layers(); ++layer) {
     const LayerWeights& w = model_.weights().layers[layer];
     const at::Tensor h = pending.defined()
                              ? ops::AddRmsNorm(residual, pending, w.attention_norm, eps)
                              : ops::RmsNorm(residual, w.attention_norm, eps);
-    pending = pass.Attention(layer, h, kv[layer]);
+    if (model_.config().layers[layer].delta) {
+      pending = pass.Delta(layer, net++, h, kv);
+    } else {
+      pending = pass.Attention(layer, h, kv[layer - net]);
+    }
     pending = pass.Mlp(layer, ops::AddRmsNorm(residual, pending, w.mlp_norm, eps));
     pass.AddFeatures(layer, pending);
   }

@@ -15,6 +15,7 @@
 #include "server/backends/cpu/adapter_weights.h"
 #include "server/backends/cpu/model.h"
 #include "server/backends/cpu/ops/attention.h"
+#include "server/model/delta_config.h"
 
 namespace dorad::model {
 
@@ -34,9 +35,16 @@ struct ImageRows {
   at::Tensor features;
 };
 
+// Of a sequence, with a recurrence: engine::StepSequence::state and state_from.
+struct StatePages {
+  absl::Span<const int32_t> to;
+  absl::Span<const int32_t> from;  // empty: zeros
+};
+
 struct DecoderBatch {
   at::Tensor token_ids_T;  // int32; any valid id in rows of images
   absl::Span<const ops::SequenceRows> sequences;
+  absl::Span<const StatePages> states;  // of the sequences; empty without a recurrence
   absl::Span<const AdapterRows> adapters;
   absl::Span<const ImageRows> images;
 };
@@ -46,8 +54,9 @@ class Decoder {
   // model is borrowed. max_positions bounds the rotary tables.
   Decoder(const LoadedModel& model, int64_t max_positions);
 
-  // One cache for each layer.
+  // One cache for each layer with attention.
   std::vector<ops::PagedKv> AllocateKv(int64_t pages) const;
+  const DeltaStateLayout& state_layout() const { return state_layout_; }
 
   // Writes keys and values of all rows into kv and returns the last layer's residual stream,
   // [T, D] fp32, before the final norm.
@@ -60,6 +69,7 @@ class Decoder {
   class Pass;
   const LoadedModel& model_;
   std::vector<ops::RopeTable> ropes_;  // as ModelConfig::ropes
+  const DeltaStateLayout state_layout_;
 };
 
 }  // namespace dorad::model

@@ -54,10 +54,18 @@ class TensorSink final : public WeightSink {
       const AttentionSpec& attention = config.layers[i].attention;
       const MlpSpec& mlp = config.layers[i].mlp;
       LayerWeights& layer = weights_.layers[i];
-      weights_.linears[attention.q] = &layer.q;
-      weights_.linears[attention.k] = &layer.k;
-      weights_.linears[attention.v] = &layer.v;
-      weights_.linears[attention.o] = &layer.o;
+      if (const auto& delta = config.layers[i].delta) {
+        weights_.linears[delta->qkv] = &layer.delta.qkv;
+        weights_.linears[delta->z] = &layer.delta.z;
+        weights_.linears[delta->b] = &layer.delta.b;
+        weights_.linears[delta->a] = &layer.delta.a;
+        weights_.linears[delta->out] = &layer.delta.out;
+      } else {
+        weights_.linears[attention.q] = &layer.q;
+        weights_.linears[attention.k] = &layer.k;
+        weights_.linears[attention.v] = &layer.v;
+        weights_.linears[attention.o] = &layer.o;
+      }
       weights_.linears[mlp.gate] = &layer.gate;
       weights_.linears[mlp.up] = &layer.up;
       weights_.linears[mlp.down] = &layer.down;
@@ -168,6 +176,14 @@ class TensorSink final : public WeightSink {
         return weights_.layers[slot.index].q_norm;
       case WeightKind::kKeyNorm:
         return weights_.layers[slot.index].k_norm;
+      case WeightKind::kDeltaConvolution:
+        return weights_.layers[slot.index].delta.convolution;
+      case WeightKind::kDeltaDecay:
+        return weights_.layers[slot.index].delta.decay_log;
+      case WeightKind::kDeltaTimeBias:
+        return weights_.layers[slot.index].delta.time_bias;
+      case WeightKind::kDeltaNorm:
+        return weights_.layers[slot.index].delta.norm;
       case WeightKind::kFinalNorm:
         return weights_.final_norm;
       case WeightKind::kPatchMatrix:

@@ -21,8 +21,17 @@
 
 namespace dorad::model {
 
+// Of a delta-net. All but the linears are fp32.
+struct DeltaWeights {
+  ops::BaseLinear qkv, z, b, a, out;
+  at::Tensor convolution;           // [qkv_size, 1, convolution]
+  at::Tensor decay_log, time_bias;  // [value_heads]
+  at::Tensor norm;                  // [value_dim]
+};
+
 // Norm weights are fp32; undefined where the family has none.
 struct LayerWeights {
+  DeltaWeights delta;  // in place of q, k, v and o
   ops::BaseLinear q, k, v, o, gate, up, down;
   at::Tensor attention_norm, mlp_norm;
   at::Tensor attention_output_norm, mlp_output_norm;

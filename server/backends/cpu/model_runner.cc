@@ -87,6 +87,7 @@ class CpuModelRunner final : public ModelRunner {
   }
 
   int64_t kv_pages() const override { return kv_pages_; }
+  int64_t state_pages() const override { return decoder_.state_layout().pages(); }
 
   // Computes on the engine's thread: no two steps could overlap.
   int max_steps_in_flight() const override { return 1; }
@@ -155,6 +156,7 @@ class CpuModelRunner final : public ModelRunner {
     const StepBatch batch(sequences);
     const at::Tensor token_ids = at::empty({batch.rows}, at::kInt);
     std::vector<ops::SequenceRows> rows;
+    std::vector<model::StatePages> states;
     std::vector<model::ImageRows> images;
     for (size_t i = 0; i < batch.order.size(); ++i) {
       const StepSequence& s = sequences[batch.order[i]];
@@ -163,12 +165,16 @@ class CpuModelRunner final : public ModelRunner {
       std::transform(s.tokens.begin(), s.tokens.end(), token_ids.data_ptr<int32_t>() + begin,
                      [](TokenId id) { return std::max(id, 0); });
       rows.push_back({begin, static_cast<int64_t>(s.tokens.size()), s.position, s.pages, {}});
+      if (!s.state.empty()) {
+        states.push_back({s.state, s.state_from});
+        if (s.state_from.empty() && s.position > 0) states.back().from = s.state;
+      }
       if (s.images == nullptr) continue;
       AppendImageRows(s, begin, &images);
       if (has_rotary_positions_) rows.back().rotary = RotaryPositions(s);
     }
     const at::Tensor hidden =
-        decoder_.Forward({token_ids, rows, ToModel(batch.adapters), images}, kv_);
+        decoder_.Forward({token_ids, rows, states, ToModel(batch.adapters), images}, kv_);
     std::vector<StepOutput> outputs(sequences.size());
     ForEachBlock(batch.samples, hidden, sequences, SampleRows, &outputs);
     ForEachBlock(batch.scores, hidden, sequences, ScoreRows, &outputs);
@@ -215,8 +221,12 @@ class CpuModelRunner final : public ModelRunner {
 }  // namespace
 
 int64_t CpuKvPageBytes(const model::ModelConfig& model, int64_t element_bytes) {
-  return 2 * model.num_layers() * model.num_kv_heads * model.head_dim * kKvPageTokens *
-         element_bytes;
+  return 2 * model.num_attention_layers() * model.kv_size() * kKvPageTokens * element_bytes;
+}
+
+model::DeltaStateLayout CpuStateLayout(const model::ModelConfig& model, int64_t element_bytes) {
+  return {model, model.kv_size() * kKvPageTokens * element_bytes, 2 * model.num_attention_layers(),
+          sizeof(float)};
 }
 
 std::unique_ptr<ModelRunner> MakeCpuModelRunner(const model::LoadedModel& model, int64_t kv_pages,

@@ -73,7 +73,7 @@ class CudaBackend final : public Backend {
     ledger_.set_low_water(ByteLimit(config.memory.low_water, memory.total));
     const int64_t page_bytes = cuda::KvPageBytes(model_config);
     DORAD_RETURN_IF_ERROR(
-        Describe(config, model_config, page_bytes, AutoKvBytes(config, model_config, memory)));
+        Describe(config, model_config, {page_bytes}, AutoKvBytes(config, model_config, memory)));
     ledger_.SetGivesWay({{"adapters", 0}, {"loading", 0}, {"kv", info_.kv_min_pages * page_bytes}});
     const cuda::KvLayout kv = cuda::KvLayoutOf(model_config);
     info_.kv_bytes = kv.ChunksFor(info_.kv_pages + cuda::kSparePages) * kv.chunk_bytes();

@@ -5,7 +5,7 @@
 namespace dorad {
 namespace {
 
-constexpr int64_t kPage = 1000;
+constexpr KvSizes kPage{.page_bytes = 1000};
 
 TEST(DescriptionTest, AnAutomaticKvCacheTakesTheAvailableMemory) {
   EXPECT_EQ(AutoKvPages(12'345, kPage, /*context_length=*/4096, /*max_running_sequences=*/8), 12);
@@ -15,6 +15,14 @@ TEST(DescriptionTest, AnAutomaticKvCacheIsNoLargerThanAllSequencesCanUse) {
   const int64_t one = AutoKvPages(int64_t{1} << 40, kPage, 100, 1);
   EXPECT_LT(one, 100);
   EXPECT_EQ(AutoKvPages(int64_t{1} << 40, kPage, 100, 3), 3 * one);
+}
+
+TEST(DescriptionTest, ACacheHasRoomForTheStatesOfASequence) {
+  constexpr KvSizes kSizes{.page_bytes = 1000, .state_pages = 10};
+  EXPECT_EQ(KvPages(32'000, kSizes).value(), 32);
+  EXPECT_EQ(KvPages(31'999, kSizes).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(AutoKvPages(0, kSizes, 4096, 8), 32);
+  EXPECT_EQ(AutoKvPages(int64_t{1} << 40, kSizes, 160, 2), 2 * (10 + 30));
 }
 
 TEST(DescriptionTest, AnAutomaticKvCacheHasTwoPagesAtLeast) {

@@ -49,6 +49,17 @@ void GeluTanhMul(at::Tensor& gate_TF, const at::Tensor& up_TF) {
   Run(cpu::ActiveKernels().gelu_tanh_mul, gate_TF, up_TF);
 }
 
+void SigmoidMul(at::Tensor& x, const at::Tensor& gate) {
+  DORAD_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous());
+  DORAD_CHECK(gate.scalar_type() == at::kFloat && gate.is_contiguous());
+  DORAD_CHECK(x.sizes() == gate.sizes());
+  float* data = x.mutable_data_ptr<float>();
+  const float* gates = gate.const_data_ptr<float>();
+  ForBlocks(x.numel(), [&](int64_t first, int64_t count) {
+    for (int64_t i = first; i < first + count; ++i) data[i] /= 1.0f + std::exp(-gates[i]);
+  });
+}
+
 void GeluTanh(at::Tensor& x) {
   DORAD_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous());
   static const std::vector<float>* const ones = new std::vector<float>(kBlock, 1.0f);

@@ -81,9 +81,9 @@ class RowAngles {
     row_sin_ = own_.data() + half_;
   }
 
-  void Rotate(float* heads, int64_t count) const {
+  void Rotate(float* heads, int64_t count, int64_t head_dim) const {
     for (int64_t h = 0; h < count; ++h) {
-      cpu::ActiveKernels().rotate(heads + h * 2 * half_, row_cos_, row_sin_, half_);
+      cpu::ActiveKernels().rotate(heads + h * head_dim, row_cos_, row_sin_, half_);
     }
   }
 
@@ -119,7 +119,7 @@ void RopeAndAppend(at::Tensor& q_THD, at::Tensor& k_TKD, const at::Tensor& v_TKD
   CheckSequences(sequences, rows, kv.k.size(0));
   for (const at::Tensor& t : {rope.cos, rope.sin}) {
     DORAD_CHECK(t.scalar_type() == at::kFloat && t.is_contiguous() && t.dim() == 2);
-    DORAD_CHECK(t.size(1) == dim / 2);
+    DORAD_CHECK(t.size(1) <= dim / 2);
     for (const SequenceRows& s : sequences) {
       DORAD_CHECK(s.position + s.count <= t.size(0));
       for (const std::array<int64_t, 3>& row : s.rotary) {
@@ -145,8 +145,8 @@ void RopeAndAppend(at::Tensor& q_THD, at::Tensor& k_TKD, const at::Tensor& v_TKD
         float* k_row = k + (s.row_begin + i) * kv_size;
         const float* v_row = v + (s.row_begin + i) * kv_size;
         angles.MoveTo(s, i);
-        angles.Rotate(q_row, heads);
-        angles.Rotate(k_row, kv_heads);
+        angles.Rotate(q_row, heads, dim);
+        angles.Rotate(k_row, kv_heads, dim);
         if (bf16) {
           kernels.to_bf16(k_row, kv_size, rounded.data());
           kernels.to_bf16(v_row, kv_size, rounded.data() + kv_size);

@@ -43,8 +43,8 @@ struct SequenceRows {
   std::vector<std::array<int64_t, 3>> rotary;
 };
 
-// cos and sin of every position, [positions, head_dim / 2] fp32 each. Pairs (i, i + head_dim/2)
-// are rotated, as in transformers' rotate_half.
+// cos and sin of every position, [positions, width / 2] fp32 each. In the first `width` elements of
+// a head the pairs (i, i + width / 2) are rotated, as in transformers' rotate_half.
 struct RopeTable {
   at::Tensor cos;
   at::Tensor sin;

@@ -1,0 +1,54 @@
+// Gated delta-nets: reading their sizes, and the place of a sequence's recurrent state in pages of
+// the KV cache. Torch-free. Plain values and therefore thread-safe.
+#pragma once
+
+#include <cstdint>
+
+#include "server/model/config_json.h"
+#include "server/model/model_config.h"
+
+namespace dorad::model {
+
+// Which layers are delta-nets, and their sizes. REQUIRES: the heads and layers are read.
+void ReadDeltaNets(Fields& text, ModelConfig* config);
+
+// A sequence's state has whole pages of the KV cache, so that one memory serves both. A page is
+// `blocks` contiguous blocks of memory. Each delta-net has, in this order of blocks:
+//   for each value head and each of its tiles: [key_dim, tile] fp32, `tile` columns of the state
+//   the convolution's last rows: [convolution - 1, qkv_size], in as many blocks as they need
+class DeltaStateLayout {
+ public:
+  DeltaStateLayout() = default;  // no state
+  // element_bytes: of the convolution's rows.
+  DeltaStateLayout(const ModelConfig& config, int64_t block_bytes, int64_t blocks,
+                   int64_t element_bytes);
+
+  // Of a sequence; 0: the model has no delta-nets.
+  int64_t pages() const { return pages_; }
+  int64_t tile() const { return tile_; }
+  int64_t tiles() const { return tiles_; }  // of a value head
+
+  struct Block {
+    int64_t page = 0;   // of the sequence's pages
+    int64_t block = 0;  // in the page
+  };
+  // net: the number of the delta-net among the model's.
+  Block StateAt(int64_t net, int64_t head, int64_t tile) const {
+    return At(net * net_blocks_ + head * tiles_ + tile);
+  }
+  // The i-th block of the convolution's rows.
+  Block RowsAt(int64_t net, int64_t i) const { return At(net * net_blocks_ + state_blocks_ + i); }
+  int64_t row_blocks() const { return net_blocks_ - state_blocks_; }
+
+ private:
+  Block At(int64_t index) const { return {index / blocks_, index % blocks_}; }
+
+  int64_t blocks_ = 1;
+  int64_t tile_ = 0;
+  int64_t tiles_ = 0;
+  int64_t state_blocks_ = 0;  // of a delta-net
+  int64_t net_blocks_ = 0;
+  int64_t pages_ = 0;
+};
+
+}  // namespace dorad::model
