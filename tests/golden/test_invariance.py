@@ -19,7 +19,7 @@ SETUPS = [
     ("llama2", "fp32"),
     ("qwen2_window", "fp32"),
     ("gemma3_text", "fp32"),
-    ("qwen35", "fp32"),
+    ("qwen35_text", "fp32"),
     ("llama3", "bf16"),
     ("qwen3", "bf16"),
     ("gemma3_text", "bf16"),
@@ -124,12 +124,20 @@ def run_batch(server: Server, **changes) -> list[Sample]:
     return [samples[0] for samples in server.wire.generate_many([r | changes for r in requests()])]
 
 
-def page_bytes(setup: Setup) -> int:
+def few_pages(setup: Setup) -> int:
+    """Bytes of 14 pages, which a few sequences outgrow; or of 10 and states for three of them."""
     config = json.loads((setup.model / "config.json").read_text())
     heads = config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     size = 2 if setup.settings["model.compute_dtype"] == "bf16" else 4
-    return 2 * config["num_hidden_layers"] * heads * head_dim * 16 * size
+    layers = config["num_hidden_layers"]
+    block = heads * head_dim * 16 * size
+    if "linear_num_value_heads" not in config:
+        return 14 * 2 * layers * block
+    nets = config["layer_types"].count("linear_attention")
+    blocks = config["linear_num_value_heads"] + 1  # of a state: its heads, and the convolution's
+    state = -(-nets * blocks // (2 * (layers - nets)))
+    return (10 + 3 * state) * 2 * (layers - nets) * block
 
 
 def test_requests_are_sampled_and_differ(setup: Setup) -> None:
@@ -180,7 +188,7 @@ def test_prefix_hit_equals_miss(setup: Setup) -> None:
 
 def test_preempted_equals_alone(setup: Setup) -> None:
     """Room for one full context and little more: most of the sixteen must wait or be preempted."""
-    settings = {"engine.kv_bytes": 14 * page_bytes(setup), "engine.prefix_cache": False}
+    settings = {"engine.kv_bytes": few_pages(setup), "engine.prefix_cache": False}
     with setup.another(**settings) as server:
         samples = run_batch(server)
         preemptions = sum(sample.finish.usage.preemptions for sample in samples)
@@ -257,7 +265,7 @@ def test_prompt_logprobs_in_chunks_and_preempted_equal_score(setup: Setup) -> No
     wanted = dict(prompt_logprobs=True, chosen=CHOSEN)
     with setup.another(**{"engine.max_step_tokens": 7}) as server:
         assert_prompts_scored(run_batch(server, **wanted), setup)
-    settings = {"engine.kv_bytes": 14 * page_bytes(setup), "engine.max_step_tokens": 9}
+    settings = {"engine.kv_bytes": few_pages(setup), "engine.max_step_tokens": 9}
     with setup.another(**settings) as server:
         assert_prompts_scored(run_batch(server, **wanted), setup)
         assert server.metric("dorad_engine_preemptions_total") > 0
@@ -294,7 +302,7 @@ def test_stop_sequences_end_every_sample_at_the_same_token(setup: Setup) -> None
     assert_stopped([setup.server.wire.generate(**request)[0] for request in stopping])
     streamed = [request | dict(mode=STREAM) for request in stopping]
     assert_stopped([samples[0] for samples in setup.server.wire.generate_many(streamed)])
-    with setup.another(**{"engine.kv_bytes": 14 * page_bytes(setup)}) as server:
+    with setup.another(**{"engine.kv_bytes": few_pages(setup)}) as server:
         assert_stopped([samples[0] for samples in server.wire.generate_many(stopping)])
 
 

@@ -356,7 +356,9 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
                 normal(parameter, 0.2, mean=0.0 if adds_one else 1.0)
             elif "embed_tokens" in name or "lm_head" in name:
                 normal(parameter, spread * parameter.shape[1] ** -0.5)
-            elif "linear_attn.out_proj" in name:  # a gated norm enlarges what rounding did before it
+            elif (
+                "linear_attn.out_proj" in name
+            ):  # a gated norm enlarges what rounding did before it
                 normal(parameter, 0.4 * parameter.shape[1] ** -0.5)
             else:
                 normal(parameter, 0.8 * parameter.shape[1] ** -0.5)

@@ -15,13 +15,15 @@ struct Pending {
   bool cancelled = false;                 // or another end before its last token
 };
 
-// No page that a row of the step writes is any other sequence's in the same step, except one that
-// samples from another's row.
+// No page that a row of the step writes, or a state, is any other sequence's in the same step,
+// except one that samples from another's row.
 void ExpectPagesApart(absl::Span<const StepSequence> step) {
   std::map<int32_t, int> users;  // sequences of the step, by page
   for (const StepSequence& s : step) {
     if (s.row_of >= 0) continue;
-    for (const int32_t page : s.pages) ++users[page];
+    for (const auto& pages : {s.pages, s.state, s.state_from}) {
+      for (const int32_t page : pages) ++users[page];
+    }
   }
   for (const StepSequence& s : step) {
     if (s.row_of >= 0) continue;
@@ -29,6 +31,7 @@ void ExpectPagesApart(absl::Span<const StepSequence> step) {
     for (int64_t p = s.position / kKvPageTokens; p * kKvPageTokens < end; ++p) {
       EXPECT_EQ(users[s.pages[p]], 1) << "page " << s.pages[p];
     }
+    for (const int32_t page : s.state) EXPECT_EQ(users[page], 1) << "state in page " << page;
   }
 }
 
@@ -81,14 +84,15 @@ void ExpectRightAsFarAsItGoes(const Outcome& outcome, const std::vector<SampleTe
 // Random arrivals, cancels, aborts and deadlines over few pages, also while rows are in flight:
 // whatever finishes has exactly the tokens of a run of its own, and everything is given back.
 TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
-  for (uint32_t seed = 0; seed < 6; ++seed) {
+  for (uint32_t seed = 0; seed < 9; ++seed) {
     std::mt19937 random(seed);
     EngineOptions options = DefaultOptions();
     options.max_step_tokens = 1 + random() % 60;
     options.max_running_sequences = 1 + random() % 12;
     options.image_cache_bytes = static_cast<int64_t>(random() % 4) * FakeFeatures::kBytes;
-    const int64_t pages = 6 + random() % 20;
-    Start(options, pages, /*max_steps_in_flight=*/1 + seed % 2);
+    const int64_t state_pages = seed % 3 == 2 ? 1 + random() % 3 : 0;
+    const int64_t pages = 6 + random() % 20 + (1 + random() % 3) * kMostStates * state_pages;
+    Start(options, pages, /*max_steps_in_flight=*/1 + seed % 2, /*chunk_pages=*/0, state_pages);
     const std::vector<std::shared_ptr<const adapter::LoadedAdapter>> adapters = {
         nullptr, MakeAdapter("a", 1), MakeAdapter("a", 2), MakeAdapter("b", 1),
         MakeAdapter("tower", 1)};

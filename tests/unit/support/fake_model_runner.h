@@ -1,6 +1,7 @@
 // A model without a model: the "keys and values" of a position are a hash of everything before it,
 // kept in KV pages like the real ones. A wrong page, a stale prefix, a lost or repeated row change
-// the tokens that come out, so tests of the scheduler see such faults.
+// the tokens that come out, so tests of the scheduler see such faults. With a recurrence its state
+// is the hash of the last position, in each of its pages.
 #pragma once
 
 #include <algorithm>
@@ -76,13 +77,16 @@ inline bool FakeChangesImages(const adapter::LoadedAdapter* adapter) {
 // what Begin was given.
 class FakeModelRunner final : public ModelRunner, private KvChunks {
  public:
-  // chunk_pages: 0: the cache's memory stays.
-  explicit FakeModelRunner(int64_t pages, int max_steps_in_flight = 2, int64_t chunk_pages = 0)
+  // chunk_pages: 0: the cache's memory stays. state_pages: 0: there is no recurrence.
+  explicit FakeModelRunner(int64_t pages, int max_steps_in_flight = 2, int64_t chunk_pages = 0,
+                           int64_t state_pages = 0)
       : kv_(static_cast<size_t>(pages * kKvPageTokens), 0),
         max_steps_in_flight_(max_steps_in_flight),
-        chunk_pages_(chunk_pages) {}
+        chunk_pages_(chunk_pages),
+        state_pages_(state_pages) {}
 
   int64_t kv_pages() const override { return static_cast<int64_t>(kv_.size()) / kKvPageTokens; }
+  int64_t state_pages() const override { return state_pages_; }
   KvChunks* kv_chunks() override { return chunk_pages_ > 0 ? this : nullptr; }
   int max_steps_in_flight() const override { return max_steps_in_flight_; }
 
@@ -96,6 +100,9 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     for (const StepSequence& s : sequences) {
       DORAD_CHECK(s.adapter == nullptr || s.adapter->resident());
       CheckCopy(s, sequences);
+      DORAD_CHECK(static_cast<int64_t>(s.state.size()) == state_pages_);
+      DORAD_CHECK(s.state_from.empty() || s.state_from.size() == s.state.size());
+      DORAD_CHECK(state_pages_ == 0 || (s.row_of < 0 && s.copy_from < 0));
       step.push_back(Rows(s));
     }
     if (in_flight_.size() == 1) previous_.clear();
@@ -196,6 +203,8 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
           position(s.position),
           pages(s.pages.begin(), s.pages.end()),
           copy_from(s.copy_from),
+          state(s.state.begin(), s.state.end()),
+          state_from(s.state_from.begin(), s.state_from.end()),
           adapter(s.adapter) {
       if (s.sample != nullptr) {
         sample = *s.sample;
@@ -226,6 +235,8 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     int64_t position;
     std::vector<int32_t> pages;
     int32_t copy_from;
+    std::vector<int32_t> state;
+    std::vector<int32_t> state_from;
     const adapter::LoadedAdapter* adapter;
     std::optional<SampleWant> sample;
     std::vector<TokenId> banned;
@@ -288,10 +299,28 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t position = s.position + i;
       const uint64_t before = position == 0 ? 0 : At(s, position - 1);
+      if (i == 0) CheckState(s, before);
       const uint64_t hash = FakeKv(before, s.tokens[i], s.adapter);
       At(s, position) = hash;
       if (s.tokens[i] == poison) output->finite = false;
       if (!s.targets.empty()) output->logprobs.logprobs.push_back(FakeLogprob(hash, s.targets[i]));
+    }
+    for (const int32_t page : s.state) {
+      std::fill_n(&StateAt(page), kKvPageTokens, At(s, s.position + count - 1));
+    }
+  }
+
+  uint64_t& StateAt(int32_t page) {
+    DORAD_CHECK(chunk_pages_ == 0 || lent_.count((page + 1) / chunk_pages_) == 0);
+    return kv_[page * kKvPageTokens];
+  }
+
+  // The state before the rows is that of the keys and values.
+  void CheckState(const Rows& s, uint64_t before) {
+    if (s.position == 0) return DORAD_CHECK(s.state_from.empty());
+    for (const int32_t page : s.state_from.empty() ? s.state : s.state_from) {
+      const uint64_t* const content = &StateAt(page);
+      DORAD_CHECK(std::count(content, content + kKvPageTokens, before) == kKvPageTokens);
     }
   }
 
@@ -306,6 +335,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
   std::vector<uint64_t> kv_;
   const int max_steps_in_flight_;
   const int64_t chunk_pages_;
+  const int64_t state_pages_;
   std::set<int32_t> lent_;
   bool released_ = false;
   // The image whose first pieces are done.
