@@ -49,6 +49,14 @@ def test_takes_the_template_from_tokenizer_config(tmp_path):
     assert ModelText(folder).render_chat([]) == "D"
 
 
+def test_the_template_of_a_processor_of_images_goes_before_that_of_the_tokenizer(tmp_path):
+    folder = make_folder(tmp_path / "a", None, chat_template="of the tokenizer")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "of the processor"}))
+    assert ModelText(folder).render_chat([]) == "of the processor"
+    (folder / "chat_template.jinja").write_text("of today")
+    assert ModelText(folder).render_chat([]) == "of today"
+
+
 def test_special_tokens_may_be_objects(tmp_path):
     folder = make_folder(tmp_path / "a", "{{ eos_token }}", eos_token={"content": "<e>"})
     assert ModelText(folder).render_chat([]) == "<e>"

@@ -4,9 +4,7 @@ mistakes are refused by name."""
 import asyncio
 import base64
 import io
-import json
 import os
-import random
 import struct
 import sys
 import zlib
@@ -19,10 +17,9 @@ import PIL.Image
 import pytest
 from dorad.gateway.errors import Refusal
 from dorad.gateway.images import Images
-from dorad.pictures import ModelPictures
 from dorad.text import ModelText
 from lib.gateway import running_gateway
-from lib.pictures import PROCESSOR, data_url, encoded, photo, processed
+from lib.pictures import data_url, encoded, photo, place_of, processed
 from lib.server import serve
 from lib.toxics import BadNetwork, Toxic
 
@@ -104,6 +101,25 @@ def error_of(answer, status=400):
 
 
 def test_prompt_and_answer_are_those_of_the_models_own_processor(http, grpc_client, folder):
+    answers_are_those_of_transformers(http, grpc_client, folder, "qwen3_vl")
+
+
+def test_so_are_those_of_mistral(zoo, tmp_path):
+    folder = zoo.model_with_processor("mistral3")
+    with (
+        serve(folder, {"tower": zoo.adapter("mistral3", "dora_tower")}) as server,
+        running_gateway(
+            server.grpc, "--tokenizer", folder, "--served-model-name", "base", scratch=tmp_path
+        ) as running,
+        httpx.Client(base_url=running.url, timeout=60) as http,
+        dorad.Client(server.grpc) as client,
+    ):
+        answers_are_those_of_transformers(http, client, folder, "mistral3")
+        error = error_of(chat(http, image(data_url(encoded(photo(1, 1, 900))))))
+        assert error["code"] == "IMAGE_INVALID" and "refuses a picture" in error["message"]
+
+
+def answers_are_those_of_transformers(http, grpc_client, folder, family):
     pictures = [photo(1, 12, 8), photo(2, 9, 21), photo(3, 20, 22)]
     parts = [text("Look: "), image(data_url(encoded(pictures[0]))), text(" and ")]
     parts += [image(data_url(encoded(p)), detail="auto") for p in pictures[1:]]
@@ -113,16 +129,16 @@ def test_prompt_and_answer_are_those_of_the_models_own_processor(http, grpc_clie
         {"role": "assistant", "content": "What?"},
         {"role": "user", "content": [text("Ä "), text("?")]},
     ]
-    place = "<|vision_start|><|image_pad|><|vision_end|>"
+    place = place_of(family)
     written = f"system: Be terse.\nuser: Look: {place} and {place}{place}\n"
     written += "assistant: What?\nuser: Ä ?\nassistant: "
-    ids, images = processed(written, pictures, ModelText(folder))
+    ids, images = processed(family, written, pictures, ModelText(folder))
     for model in (None, "tower"):
         body = {"model": model or "base", "messages": messages, "logprobs": True, **SAMPLED}
         answer = http.post("/v1/chat/completions", json={**body, "return_token_ids": True, "n": 2})
         assert answer.status_code == 200, answer.text
         answer = answer.json()
-        assert answer["prompt_token_ids"] == ids.tolist()
+        assert answer["prompt_token_ids"] == ids
         assert answer["usage"]["prompt_tokens"] == len(ids)
         samples = grpc_client.generate(
             ids, images=images, adapter=model, n=2, logprobs="raw", **SAMPLED
@@ -132,7 +148,7 @@ def test_prompt_and_answer_are_those_of_the_models_own_processor(http, grpc_clie
             found = [row["logprob"] for row in choice["logprobs"]["content"]]
             assert found == sample.logprobs.tolist()
     tokens = http.post("/tokenize", json={"model": "base", "messages": messages}).json()
-    assert tokens["tokens"] == ids.tolist()
+    assert tokens["tokens"] == ids
 
 
 def test_the_official_client_streams_a_chat_about_an_image(http):
@@ -183,12 +199,13 @@ def test_pictures_of_every_mode_are_read_as_transformers_does(http, grpc_client,
     kind = "JPEG" if mode == "CMYK" else "PNG"
     data = encoded(picture, kind)
     ids, images = processed(
-        "user: <|vision_start|><|image_pad|><|vision_end|>?\nassistant: ",
+        "qwen3_vl",
+        f"user: {place_of('qwen3_vl')}?\nassistant: ",
         [PIL.Image.open(io.BytesIO(data))],
         ModelText(folder),
     )
     (sample,) = grpc_client.generate(ids, images=images, **SAMPLED)
-    expected = (ids.tolist(), sample.token_ids.tolist())
+    expected = (ids, sample.token_ids.tolist())
     assert ask(http, image(data_url(data, kind.lower()))) == expected
 
 
@@ -399,79 +416,6 @@ def test_a_missing_library_names_its_extra(folder, missing, monkeypatch):
         asyncio.run(images.place([3], {"url": data_url(PNG)}, limits))
     assert error.value.reason == "IMAGES_NOT_CONFIGURED" and error.value.status == 400
     assert "pip install 'dorad[images]'" in error.value.message
-
-
-def files_of(folder, copy, **files):
-    for file in folder.iterdir():
-        if "processor" not in file.name:
-            (copy / file.name).symlink_to(file)
-    for name, value in files.items():
-        (copy / f"{name}.json").write_text(value if isinstance(value, str) else json.dumps(value))
-    return copy
-
-
-def test_a_processor_that_transformers_5_saved_is_the_same(folder, tmp_path):
-    copy = files_of(folder, tmp_path, processor_config={"image_processor": PROCESSOR})
-    (one,), (other,) = (
-        pictures.place([3], [pictures.read(PNG)])[1]
-        for pictures in (ModelPictures(folder), ModelPictures(copy))
-    )
-    assert (one.sha256, one.grid, one.length) == (other.sha256, other.grid, other.length)
-
-
-def test_qwen25_vl_has_the_same_processor(folder, zoo):
-    (one,), (other,) = (
-        pictures.place([3], [pictures.read(PNG)])[1]
-        for pictures in (
-            ModelPictures(folder),
-            ModelPictures(zoo.model_with_processor("qwen25_vl")),
-        )
-    )
-    assert (one.sha256, one.grid, one.length) == (other.sha256, other.grid, other.length)
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {},
-        {"processor_config": {"processor_class": "Qwen3VLProcessor"}},
-        {"preprocessor_config": "{"},
-        {"preprocessor_config": {"image_processor_type": "Unknown"}},
-    ],
-    ids=["none", "no-images", "no-json", "unknown"],
-)
-def test_a_processor_that_cannot_be_read_is_named(folder, tmp_path, files):
-    copy = files_of(folder, tmp_path, **files)
-    with pytest.raises((ValueError, FileNotFoundError), match=str(copy)):
-        ModelPictures(copy)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_broken_pictures_are_refused_or_read(folder):
-    """Whatever is broken in a file: ValueError, and no other error of a format's reader."""
-    exif = PIL.Image.Exif()
-    exif[0x0112] = 6
-    whole = [
-        encoded(photo(1, 16, 16, mode), kind, **options)
-        for mode, kind, options in (
-            ("RGB", "PNG", {"exif": exif}),
-            ("P", "PNG", {}),
-            ("RGB", "JPEG", {"exif": exif}),
-            ("L", "JPEG", {"progressive": True}),
-            ("RGB", "WEBP", {"exif": exif}),
-            ("RGBA", "WEBP", {"lossless": True}),
-        )
-    ]
-    pictures, choose, refused = ModelPictures(folder), random.Random(1), 0
-    for _ in range(1000):
-        data = bytearray(choose.choice(whole))
-        for _ in range(choose.choice([1, 2, 10])):
-            data[choose.randrange(len(data))] = choose.randrange(256)
-        try:
-            assert pictures.read(bytes(data)).mode == "RGB"
-        except ValueError:
-            refused += 1
-    assert 0 < refused < 1000
 
 
 def test_the_servers_get_an_image_once(server, folder, tmp_path):

@@ -6,7 +6,7 @@ import dorad
 import pytest
 from dorad.cli.app import app
 from dorad.text import ModelText
-from lib.pictures import encoded, photo, processed
+from lib.pictures import encoded, photo, place_of, processed
 from lib.server import serve
 from typer.testing import CliRunner
 
@@ -53,26 +53,23 @@ def run(server, *arguments, code=0):
     return json.loads(result.stdout) if code == 0 else " ".join(result.stderr.split())
 
 
-def test_pictures_stand_before_the_text_as_the_processor_prepares_them(server, model, files):
-    place = "<|vision_start|><|image_pad|><|vision_end|>"
-    ids, images = processed(
-        f"system: Be terse.\nuser: {place}{place}Which?\nassistant: ",
-        [photo(0, 12, 8), photo(1, 9, 21)],
-        ModelText(model),
-    )
+@pytest.mark.parametrize("family", ["qwen3_vl", "mistral3"])
+def test_pictures_stand_before_the_text_as_the_processor_prepares_them(zoo, files, family):
+    model, place = zoo.model_with_processor(family), place_of(family)
+    written = f"system: Be terse.\nuser: {place}{place}Which?\nassistant: "
+    pictures = [photo(0, 12, 8), photo(1, 9, 21)]
+    ids, images = processed(family, written, pictures, ModelText(model))
+    other_images = processed(family, written, [photo(5, 12, 8), pictures[1]], ModelText(model))[1]
     options = {"max_tokens": 6, "seed": 7, "ignore_eos": True}
-    with dorad.Client(server.grpc) as client:
-        (expected,) = client.generate(ids, images=images, **options)
-        (other,) = client.generate(ids, images=processed(
-            f"system: Be terse.\nuser: {place}{place}Which?\nassistant: ",
-            [photo(5, 12, 8), photo(1, 9, 21)],
-            ModelText(model),
-        )[1], **options)  # fmt: skip
-    (answer,) = run(
-        server, "Which?", "--model", model, "--system", "Be terse.",
-        "--image", files / "0.png", "--image", files / "1.png",
-        "--max-tokens", 6, "--seed", 7, "--ignore-eos",
-    )  # fmt: skip
+    with serve(model, {}) as server:
+        with dorad.Client(server.grpc) as client:
+            (expected,) = client.generate(ids, images=images, **options)
+            (other,) = client.generate(ids, images=other_images, **options)
+        (answer,) = run(
+            server, "Which?", "--model", model, "--system", "Be terse.",
+            "--image", files / "0.png", "--image", files / "1.png",
+            "--max-tokens", 6, "--seed", 7, "--ignore-eos",
+        )  # fmt: skip
     assert answer["token_ids"] == expected.token_ids.tolist() != other.token_ids.tolist()
 
 

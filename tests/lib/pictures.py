@@ -89,29 +89,59 @@ def prompt_of(inputs: dict[str, torch.Tensor]) -> tuple[list[int], list[dorad.Im
 
 # --- Files of pictures, and the tiny model's processor --------------------------------------------
 
-# By their ids in the tiny model.
-SPECIAL = ["<|vision_end|>", "<|vision_start|>", "</s>", "<|image_pad|>", "<|video_pad|>"]
-TEMPLATE = (
+# By their ids in the tiny models.
+_QWEN_TOKENS = ["<|vision_end|>", "<|vision_start|>", "</s>", "<|image_pad|>", "<|video_pad|>"]
+_MISTRAL_TOKENS = ["[IMG_END]", "<s>", "[IMG_BREAK]", "[IMG]"]
+# What a chat template writes for an image.
+_QWEN_PLACE, _MISTRAL_PLACE = "<|vision_start|><|image_pad|><|vision_end|>", "[IMG]"
+_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{% if part.type == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "PLACE{% else %}{{ part.text }}{% endif %}{% endfor %}"
     "{% endif %}{{ '\n' }}{% endfor %}assistant: "
 )
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
-    "patch_size": 2,
+    "patch_size": PATCH,
     "merge_size": MERGE,
     "temporal_patch_size": 2,
     "size": {"shortest_edge": 4 * 4, "longest_edge": 40 * 16},  # pixels: 1 to 40 tokens
     "image_mean": [0.5, 0.4, 0.3],
     "image_std": [0.5, 0.6, 0.7],
 }
+# As Mistral-Small-3.1 has it: in two files.
+MISTRAL_PROCESSOR = {
+    "image_processor_type": "PixtralImageProcessorFast",
+    "patch_size": PATCH,
+    "size": {"longest_edge": 24},  # pixels: up to 6 x 6 tokens
+    "image_mean": [0.5, 0.4, 0.3],
+    "image_std": [0.5, 0.6, 0.7],
+}
+MISTRAL_SIZES = {
+    "processor_class": "PixtralProcessor",
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "image_token": "[IMG]",
+    "image_break_token": "[IMG_BREAK]",
+    "image_end_token": "[IMG_END]",
+}
 
 
-def make_processor(folder: Path) -> Path:
+def place_of(family: str) -> str:
+    """What the family's chat template writes for an image."""
+    return _MISTRAL_PLACE if family == "mistral3" else _QWEN_PLACE
+
+
+def make_processor(folder: Path, family: str) -> Path:
     """Writes a tokenizer, a chat template and an image processor into a model's folder."""
-    make_tokenizer(folder, SPECIAL, TEMPLATE)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    template = _TEMPLATE.replace("PLACE", place_of(family))
+    if family == "mistral3":
+        make_tokenizer(folder, _MISTRAL_TOKENS, template)
+        (folder / "preprocessor_config.json").write_text(json.dumps(MISTRAL_PROCESSOR))
+        (folder / "processor_config.json").write_text(json.dumps(MISTRAL_SIZES))
+    else:
+        make_tokenizer(folder, _QWEN_TOKENS, template)
+        (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     return folder
 
 
@@ -130,18 +160,37 @@ def data_url(data: bytes, kind: str = "png") -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def processed(written: str, pictures: list[PIL.Image.Image], tokenizer) -> tuple:
-    """The token ids and images that transformers' own processor makes of a text with placeholders:
-    written once more, without dorad's part of it."""
+def processed(family: str, written: str, pictures: list[PIL.Image.Image], tokenizer) -> tuple:
+    """The token ids and images that transformers' own processor makes of a text with the places of
+    images: written once more, without dorad's part of it."""
+    pictures = [picture.convert("RGB") for picture in pictures]
+    if family == "mistral3":
+        written, features = _of_mistral(written, pictures)
+    else:
+        written, features = _of_qwen(written, pictures)
+    ids = tokenizer.encode(written, special_tokens=False)
+    return prompt_of({**features, "input_ids": torch.tensor([ids])})
+
+
+def _of_qwen(written: str, pictures: list[PIL.Image.Image]) -> tuple:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     values = {k: v for k, v in PROCESSOR.items() if k != "image_processor_type"}
-    features = Qwen2VLImageProcessorPil(**values)(
-        images=[picture.convert("RGB") for picture in pictures], return_tensors="np"
-    )
-    first, *rest = written.split("<|image_pad|>")
-    text = first
+    features = Qwen2VLImageProcessorPil(**values)(images=pictures, return_tensors="np")
+    text, *rest = written.split("<|image_pad|>")
     for (_, height, width), after in zip(features["image_grid_thw"], rest, strict=True):
         text += "<|image_pad|>" * (height * width // MERGE**2) + after
-    ids = tokenizer.encode(text, special_tokens=False)
-    return dorad.images.from_processor({**features, "input_ids": ids}, IMAGE)
+    return text, features
+
+
+def _of_mistral(written: str, pictures: list[PIL.Image.Image]) -> tuple:
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    values = {k: v for k, v in MISTRAL_PROCESSOR.items() if k != "image_processor_type"}
+    values["patch_size"] = side = PATCH * MERGE
+    features = PixtralImageProcessorPil(**values)(images=pictures, return_tensors="np")
+    text, *rest = written.split("[IMG]")
+    for (height, width), after in zip(features["image_sizes"], rest, strict=True):
+        rows = ["[IMG]" * (width // side)] * (height // side)
+        text += "[IMG_BREAK]".join(rows) + "[IMG_END]" + after
+    return text, features

@@ -95,7 +95,7 @@ class Zoo:
         def make(folder: Path) -> None:
             from lib.pictures import make_processor
 
-            make_processor(shutil.copytree(self.model(family), folder))
+            make_processor(shutil.copytree(self.model(family), folder), family)
 
         return make_once(self.directory / f"{family}-processor", make)
 

@@ -11,7 +11,7 @@ import json
 import os
 import pathlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,64 @@ from dorad import types as t
 from dorad.images import from_processor
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-_MODEL_TYPES = ("qwen3_vl", "qwen2_5_vl")
+_MODEL_TYPES = ("qwen3_vl", "qwen2_5_vl", "mistral3")
+# Mistral's tokens of text in an image; processor_config.json may name others.
+_MARKS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 # transformers 5 writes the second, with the image processor in it.
 _FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def _read_json(file: pathlib.Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+class _Qwen:
+    """The tokens of an image follow each other. Its sizes are the image processor's own."""
+
+    def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
+        self.image_token_id = int(config["image_token_id"])
+        self.options: dict[str, Any] = {}  # Of the image processor's call.
+        self.sizes: dict[str, int] = {}  # For from_processor.
+        self._merged = int(processor.merge_size) ** 2
+
+    def tokens(self, features: Mapping[str, Any]) -> list[list[int]]:
+        """Those of each image."""
+        counts = [int(np.prod(grid)) // self._merged for grid in features["image_grid_thw"]]
+        return [[self.image_token_id] * count for count in counts]
+
+
+class _Mistral:
+    """A token of text ends each row of an image, and another one the image: transformers has both
+    in the processor that is for text and images, which needs torchvision."""
+
+    def __init__(self, root: pathlib.Path, config: Mapping[str, Any]) -> None:
+        # What config.json leaves out is transformers' default.
+        self.image_token_id = int(config.get("image_token_index", 10))
+        patch = int(config.get("vision_config", {}).get("patch_size", 16))
+        merge = int(config.get("spatial_merge_size", 2))
+        self.sizes = {"patch_size": patch, "merge_size": merge}
+        self._cell = patch * merge
+        self.options = {"patch_size": self._cell}
+        file = root / "processor_config.json"
+        values = _read_json(file) if file.is_file() else {}
+        for name, value in (("patch_size", patch), ("spatial_merge_size", merge)):
+            if values.get(name, value) != value:
+                raise ValueError(f"{file}: {name} is {values[name]}, and {value} in config.json")
+        file = root / "tokenizer.json"
+        added = {token["content"]: token["id"] for token in _read_json(file)["added_tokens"]}
+        names = [values.get(key, default) for key, default in _MARKS.items()]
+        if missing := [name for name in names if name not in added]:
+            raise ValueError(f"{file} has no token {missing[0]}")
+        self._break, self._end = (int(added[name]) for name in names)
+
+    def tokens(self, features: Mapping[str, Any]) -> list[list[int]]:
+        """Those of each image."""
+        found = []
+        for height, width in np.asarray(features["image_sizes"]).tolist():
+            row = [self.image_token_id] * (width // self._cell) + [self._break]
+            found.append([*(row * (height // self._cell))[:-1], self._end])
+        return found
 
 
 class ModelPictures:
@@ -39,13 +94,12 @@ class ModelPictures:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         root = pathlib.Path(folder)
-        config = json.loads((root / "config.json").read_text(encoding="utf-8"))
+        config = _read_json(root / "config.json")
         kind = config.get("model_type")
         if kind not in _MODEL_TYPES:
             raise ValueError(
                 f"{root} holds a model of type {kind!r}: images are for {', '.join(_MODEL_TYPES)}"
             )
-        self.image_token_id = int(config["image_token_id"])
         if not any((root / name).is_file() for name in _FILES):
             raise FileNotFoundError(f"{root} has neither {' nor '.join(_FILES)}")
         try:
@@ -62,6 +116,11 @@ class ModelPictures:
             self._processor = auto.from_pretrained(root, local_files_only=True)
         except OSError as error:
             raise ValueError(f"{root} has no image processor that can be read: {error}") from error
+        self._family: _Qwen | _Mistral
+        if kind == "mistral3":
+            self._family = _Mistral(root, config)
+        else:
+            self._family = _Qwen(self._processor, config)
 
     def read(self, data: bytes) -> Any:
         """The picture of a file as transformers reads it: upright, RGB.
@@ -89,14 +148,15 @@ class ModelPictures:
     def place(
         self, token_ids: Sequence[int], pictures: Sequence[Any]
     ) -> tuple[list[int], list[t.Image]]:
-        """The prompt with as many placeholders as each picture has tokens, and the images.
+        """The prompt with the tokens of each picture, and the images.
 
         Args:
           token_ids: of the chat template, with one placeholder for each picture.
 
         Raises ValueError when they do not fit, or the processor refuses a picture.
         """
-        places = sum(token == self.image_token_id for token in token_ids)
+        placeholder = self._family.image_token_id
+        places = sum(token == placeholder for token in token_ids)
         if places != len(pictures):
             raise ValueError(
                 f"the prompt has {places} placeholders for {len(pictures)} images: texts must not "
@@ -104,12 +164,15 @@ class ModelPictures:
             )
         if not pictures:
             return list(token_ids), []
-        features = self._processor(images=list(pictures), return_tensors="np")
-        merged = int(self._processor.merge_size) ** 2
-        counts = [int(np.prod(grid)) // merged for grid in features["image_grid_thw"]]
-        left = iter(counts)
+        options = self._family.options
+        try:
+            features = self._processor(images=list(pictures), return_tensors="np", **options)
+        except ValueError as error:
+            raise ValueError(f"the model's processor refuses a picture: {error}") from None
+        left = iter(self._family.tokens(features))
         expanded: list[int] = []
         for token in token_ids:
-            expanded += [token] * (next(left) if token == self.image_token_id else 1)
-        ids, images = from_processor({**features, "input_ids": expanded}, self.image_token_id)
+            expanded += next(left) if token == placeholder else [token]
+        inputs = {**features, "input_ids": expanded}
+        ids, images = from_processor(inputs, placeholder, **self._family.sizes)
         return ids.tolist(), images

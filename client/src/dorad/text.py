@@ -336,10 +336,14 @@ def _unfinished(data: bytes) -> int:
 
 
 def _template_source(root: pathlib.Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja, or the template inside tokenizer_config.json (older folders)."""
+    """chat_template.jinja; in older folders chat_template.json, of processors of images, or the
+    template inside tokenizer_config.json."""
     file = root / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
+    file = root / "chat_template.json"
+    if file.is_file():
+        return str(json.loads(file.read_text(encoding="utf-8"))["chat_template"])
     template = config.get("chat_template")
     if isinstance(template, list):  # Several named templates.
         named = {entry["name"]: entry["template"] for entry in template}
