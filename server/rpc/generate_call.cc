@@ -44,7 +44,8 @@ absl::Status GenerateCall::OnMessage(grpc::ByteBuffer* bytes) {
 absl::StatusOr<engine::GenerateInput> GenerateCall::Admit(const v1::GenerateRequest& request) {
   DORAD_ASSIGN_OR_RETURN(
       engine::GenerateInput input,
-      ParseGenerate(request, services_->limits(), {record_.request_id(), ChooseSeed()}));
+      ParseGenerate(request, services_->limits(), {record_.request_id(), ChooseSeed()},
+                    services_->shared_memory));
   DORAD_RETURN_IF_ERROR(CheckAdapterAccess(caller(), input.adapter.name));
   record_.set_request_id(input.request_id);
   record_.NameAdapter(input.adapter);

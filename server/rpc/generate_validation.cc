@@ -199,7 +199,8 @@ int64_t MaxGenerateBytes(const RequestLimits& limits) {
 
 absl::StatusOr<engine::GenerateInput> ParseGenerate(const v1::GenerateRequest& request,
                                                     const RequestLimits& limits,
-                                                    RequestDefaults defaults) {
+                                                    RequestDefaults defaults,
+                                                    const shared_memory::Listener* listener) {
   Violations violations;
   engine::GenerateInput input;
   input.request_id = ReadRequestId(request, std::move(defaults.request_id), &violations);
@@ -209,8 +210,8 @@ absl::StatusOr<engine::GenerateInput> ParseGenerate(const v1::GenerateRequest& r
         "a prompt with images is not truncated");
   } else {
     const ImageText prompt{"prompt_token_ids", &input.prompt};
-    input.images =
-        std::move(ReadImages(request.images(), {&prompt, 1}, limits.engine, &violations).front());
+    input.images = std::move(
+        ReadImages(request.images(), {&prompt, 1}, limits.engine, listener, &violations).front());
   }
   const auto prompt_tokens = static_cast<int64_t>(input.prompt.size());
   input.adapter = ReadAdapter("adapter", request.adapter(), &violations);

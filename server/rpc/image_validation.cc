@@ -8,7 +8,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "server/engine/images.h"
+#include "server/platform/error.h"
 #include "server/platform/files/sha256.h"
+#include "server/rpc/memory_publish.h"
 #include "server/rpc/tensor_dtype.h"
 
 namespace dorad::rpc {
@@ -23,12 +25,22 @@ std::string DigestOf(const std::string& data) {
   return std::string(digest.begin(), digest.end());
 }
 
+// Pixels to be read.
+struct SharedPixels {
+  std::shared_ptr<const adapter::PeerMemory> memory;  // nullptr: they came with the request
+  size_t bytes = 0;
+};
+
 // One image's checks, except of its place.
 class ImageReader {
  public:
   ImageReader(const v1::Image& wire, std::string field, const engine::ImageLimits& limits,
-              Violations* violations)
-      : wire_(wire), field_(std::move(field)), limits_(limits), violations_(*violations) {}
+              const shared_memory::Listener* listener, Violations* violations)
+      : wire_(wire),
+        field_(std::move(field)),
+        limits_(limits),
+        listener_(listener),
+        violations_(*violations) {}
 
   // nullopt: it has violations. Without its pixels.
   std::optional<engine::Image> Read() {
@@ -45,6 +57,9 @@ class ImageReader {
     image.sha256 = wire_.sha256().empty() ? DigestOf(wire_.data()) : wire_.sha256();
     return image;
   }
+
+  // Of the image that Read has returned.
+  const SharedPixels& shared() const { return shared_; }
 
  private:
   void Complain(const char* name, const char* reason, std::string text) {
@@ -91,14 +106,15 @@ class ImageReader {
       return Complain("sha256", "IMAGE_DIGEST_INVALID",
                       absl::StrCat(digest.size(), " bytes are not a SHA-256"));
     }
+    const auto expected = static_cast<size_t>(image.height * image.width * limits_.patch_elements) *
+                          SizeOf(image.dtype);
+    if (wire_.has_memory()) return CheckMemory(expected);
     if (wire_.data().empty()) {
       if (digest.empty()) {
         Complain("data", "IMAGE_DATA_MISSING", "an image has data, a sha256 or both");
       }
       return;
     }
-    const auto expected = static_cast<size_t>(image.height * image.width * limits_.patch_elements) *
-                          SizeOf(image.dtype);
     if (wire_.data().size() != expected) {
       return Complain(
           "data", "IMAGE_DATA_SIZE",
@@ -110,11 +126,52 @@ class ImageReader {
     }
   }
 
+  void CheckMemory(size_t expected) {
+    const auto complain = [&](std::string text) {
+      Complain("memory", "IMAGE_MEMORY_INVALID", std::move(text));
+    };
+    if (!wire_.data().empty()) return complain("an image has data or memory, not both");
+    if (wire_.sha256().empty()) return complain("pixels in shared memory need their sha256");
+    const v1::ImageMemory& place = wire_.memory();
+    const auto session = FindSession(place.session_token(), listener_);
+    if (!session.ok()) return complain(std::string(session.status().message()));
+    std::shared_ptr<const adapter::PeerMemory> memory = (*session)->memory(place.memory());
+    if (memory == nullptr) {
+      return complain(absl::StrCat("the connection has no memory ", place.memory()));
+    }
+    if (memory->device_data() != nullptr) {
+      return complain("pixels are read from memory files, not from a GPU");
+    }
+    const uint64_t size = memory->size();
+    if (expected > size || place.offset() > size - expected) {
+      return complain(absl::StrCat(expected, " bytes at ", place.offset(), " do not lie in memory ",
+                                   place.memory(), " of ", size, " bytes"));
+    }
+    shared_ = {std::move(memory), expected};
+  }
+
   const v1::Image& wire_;
   const std::string field_;
   const engine::ImageLimits& limits_;
+  const shared_memory::Listener* const listener_;
   Violations& violations_;
+  SharedPixels shared_;
 };
+
+// The image's copy of its pixels.
+std::string CopyOf(const v1::Image& wire, const std::string& field, const SharedPixels& shared,
+                   Violations* violations) {
+  if (shared.memory == nullptr) return wire.data();
+  std::string pixels(shared.bytes, '\0');
+  const absl::Status read = shared.memory->Read(
+      wire.memory().offset(), {reinterpret_cast<std::byte*>(pixels.data()), pixels.size()});
+  if (!read.ok()) {
+    Add(violations, field + ".memory", "IMAGE_MEMORY_INVALID", std::string(read.message()));
+  } else if (DigestOf(pixels) != wire.sha256()) {
+    Add(violations, field + ".sha256", "IMAGE_DIGEST_MISMATCH", "is not the digest of the memory");
+  }
+  return pixels;
+}
 
 // Checks that the image's place follows the text's last image and holds placeholders alone, but for
 // the breaks between its rows.
@@ -166,6 +223,7 @@ void CheckRest(const ImageText& text, const std::vector<engine::PlacedImage>& pl
 std::vector<std::vector<engine::PlacedImage>> ReadImages(const Images& images,
                                                          absl::Span<const ImageText> texts,
                                                          const engine::EngineLimits& limits,
+                                                         const shared_memory::Listener* listener,
                                                          Violations* violations) {
   if (!limits.images.served()) {
     if (!images.empty()) {
@@ -179,6 +237,8 @@ std::vector<std::vector<engine::PlacedImage>> ReadImages(const Images& images,
   const size_t before = violations->size();
   std::vector<std::vector<engine::PlacedImage>> placed(texts.size());
   std::vector<std::shared_ptr<engine::Image>> read;
+  std::vector<SharedPixels> shared;
+  size_t shared_bytes = 0;
   for (int i = 0; i < images.size(); ++i) {
     const v1::Image& wire = images[i];
     const std::string field = absl::StrCat("images[", i, "]");
@@ -193,8 +253,11 @@ std::vector<std::vector<engine::PlacedImage>> ReadImages(const Images& images,
           absl::StrCat("more than ", limits.images.max_images, " images in one prompt"));
       return placed;
     }
-    std::optional<engine::Image> image = ImageReader(wire, field, limits.images, violations).Read();
+    ImageReader reader(wire, field, limits.images, listener, violations);
+    std::optional<engine::Image> image = reader.Read();
     if (!image) continue;
+    shared.push_back(reader.shared());
+    shared_bytes += shared.back().bytes;
     const ImageText& text = texts[wire.sequence()];
     read.push_back(std::make_shared<engine::Image>(*std::move(image)));
     const engine::PlacedImage place{wire.offset(), read.back()};
@@ -203,8 +266,14 @@ std::vector<std::vector<engine::PlacedImage>> ReadImages(const Images& images,
   }
   if (violations->size() > before) return placed;
   for (size_t i = 0; i < texts.size(); ++i) CheckRest(texts[i], placed[i], limits, violations);
-  if (violations->size() > before) return placed;
-  for (int i = 0; i < images.size(); ++i) read[i]->pixels = images[i].data();
+  if (shared_bytes > static_cast<size_t>(MaxImageBytes(limits.images))) {
+    Add(violations, "images", "IMAGES_TOO_LARGE",
+        absl::StrCat(shared_bytes, " bytes in shared memory are more than ",
+                     MaxImageBytes(limits.images), ", those of limits.max_images"));
+  }
+  for (int i = 0; i < images.size() && violations->size() == before; ++i) {
+    read[i]->pixels = CopyOf(images[i], absl::StrCat("images[", i, "]"), shared[i], violations);
+  }
   return placed;
 }
 

@@ -45,8 +45,9 @@ int64_t TokensOf(const ParsedScore& parsed) {
 // The input with its leases, admitted by the tenant's quota.
 absl::StatusOr<ParsedScore> Admit(const Services& services, const security::Principal& caller,
                                   const v1::ScoreRequest& request, CallRecord* record) {
-  DORAD_ASSIGN_OR_RETURN(ParsedScore parsed, ParseScore(request, services.limits(),
-                                                        {record->request_id(), ChooseSeed()}));
+  DORAD_ASSIGN_OR_RETURN(ParsedScore parsed,
+                         ParseScore(request, services.limits(),
+                                    {record->request_id(), ChooseSeed()}, services.shared_memory));
   record->set_request_id(parsed.input.request_id);
   if (parsed.adapters.size() == 1) record->NameAdapter(parsed.adapters.front());
   for (const adapter::AdapterRef& ref : parsed.adapters) {

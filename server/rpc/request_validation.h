@@ -13,6 +13,7 @@
 #include "dorad/v1/control.pb.h"
 #include "dorad/v1/inference.pb.h"
 #include "server/adapter/registry/version.h"
+#include "server/colocation/listener.h"
 #include "server/engine/engine.h"
 #include "server/engine/types.h"
 
@@ -50,17 +51,19 @@ struct RequestDefaults {
 int64_t MaxGenerateBytes(const RequestLimits& limits);
 int64_t MaxScoreBytes(const RequestLimits& limits);
 
-// The input without its lease, `follow` and deadline.
-absl::StatusOr<engine::GenerateInput> ParseGenerate(const v1::GenerateRequest& request,
-                                                    const RequestLimits& limits,
-                                                    RequestDefaults defaults);
+// The input without its lease, `follow` and deadline. `listener`, here and below: of pixels in
+// shared memory; nullptr without a socket.
+absl::StatusOr<engine::GenerateInput> ParseGenerate(
+    const v1::GenerateRequest& request, const RequestLimits& limits, RequestDefaults defaults,
+    const shared_memory::Listener* listener = nullptr);
 
 struct ParsedScore {
   engine::ScoreInput input;  // without leases and deadline
   std::vector<adapter::AdapterRef> adapters;
 };
 absl::StatusOr<ParsedScore> ParseScore(const v1::ScoreRequest& request, const RequestLimits& limits,
-                                       RequestDefaults defaults);
+                                       RequestDefaults defaults,
+                                       const shared_memory::Listener* listener = nullptr);
 
 absl::StatusOr<engine::AbortTarget> ParseAbort(const v1::AbortRequest& request);
 

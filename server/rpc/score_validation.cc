@@ -73,7 +73,8 @@ int64_t MaxScoreBytes(const RequestLimits& limits) {
 }
 
 absl::StatusOr<ParsedScore> ParseScore(const v1::ScoreRequest& request, const RequestLimits& limits,
-                                       RequestDefaults defaults) {
+                                       RequestDefaults defaults,
+                                       const shared_memory::Listener* listener) {
   Violations violations;
   ParsedScore parsed;
   engine::ScoreInput& input = parsed.input;
@@ -85,7 +86,7 @@ absl::StatusOr<ParsedScore> ParseScore(const v1::ScoreRequest& request, const Re
     for (size_t i = 0; i < input.sequences.size(); ++i) {
       texts.push_back({absl::StrCat("sequences[", i, "].token_ids"), &input.sequences[i]});
     }
-    input.images = ReadImages(request.images(), texts, limits.engine, &violations);
+    input.images = ReadImages(request.images(), texts, limits.engine, listener, &violations);
   }
   if (request.has_temperature()) input.temperature = request.temperature();
   if (!(input.temperature > 0.0f && input.temperature <= 100.0f)) {

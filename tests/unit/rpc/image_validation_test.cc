@@ -123,6 +123,21 @@ TEST(ImageValidation, RefusesEachFaultByName) {
        "images[0].offset IMAGE_PLACE_INVALID"},
       {"far beyond", [](auto* i) { i->set_offset(4294967295u); },
        "images[0].offset IMAGE_PLACE_INVALID"},
+      {"data and memory", [](auto* i) { i->mutable_memory(); },
+       "images[0].memory IMAGE_MEMORY_INVALID"},
+      {"memory without a digest",
+       [](auto* i) {
+         i->clear_data();
+         i->mutable_memory();
+       },
+       "images[0].memory IMAGE_MEMORY_INVALID"},
+      {"memory without a socket",
+       [](auto* i) {
+         i->clear_data();
+         i->set_sha256(std::string(32, 'd'));
+         i->mutable_memory()->set_session_token("s");
+       },
+       "images[0].memory IMAGE_MEMORY_INVALID"},
       {"a sequence", [](auto* i) { i->set_sequence(1); }, "images[0].sequence IMAGE_PLACE_INVALID"},
   };
   for (const Bad& fault : faults) {

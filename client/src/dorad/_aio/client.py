@@ -26,6 +26,9 @@ class Client(Inference, Adapters, Control):
       cert_file, key_file: PEM files of the client's own certificate and its key, for servers that
         require one (DORAD_CERT_FILE, DORAD_KEY_FILE).
       credentials: other credentials for TLS instead of the three files.
+      shared_memory: path of the server's server.shared_memory_socket, for a server on this host: it
+        reads the pixels of images from this process's memory. What finds no room there, up to 1 GiB
+        of running calls, goes with the call.
       metadata: sent with every call, for example an authorization header for a proxy.
       options: further gRPC channel options; they override ours, except that a connection in plain
         text never uses a proxy.

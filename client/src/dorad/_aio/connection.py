@@ -18,6 +18,7 @@ from dorad._aio.images import SentImages
 from dorad._asyncio import AsDoradErrors, connect
 from dorad._channel import DEFAULT_TARGET, Budget, channel_options, deadline
 from dorad._retry import Attempts, Throttle, check_retry_for, default_retry_for
+from dorad._shared_pixels import SharedPixels
 from dorad._stubs import adapters_pb2_grpc, control_pb2_grpc, inference_pb2_grpc
 from dorad.errors import DoradError
 
@@ -40,6 +41,7 @@ class Connection:
         cert_file: str | os.PathLike[str] | None = None,
         key_file: str | os.PathLike[str] | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        shared_memory: str | os.PathLike[str] | None = None,
         metadata: Sequence[tuple[str, str]] = (),
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
@@ -49,7 +51,7 @@ class Connection:
         self._retry_for = default_retry_for(retry_for)
         self._throttle = Throttle()
         self._calls = RunningCalls()
-        self._images = SentImages()
+        self._images = SentImages(None if shared_memory is None else SharedPixels(shared_memory))
         self._access = Access.of(token, ca_file, cert_file, key_file, credentials)
         self._metadata = (*metadata, *self._access.metadata)
         self._options = channel_options(keepalive, options)
@@ -92,6 +94,8 @@ class Connection:
         self._calls.cancel()
         await self._channel.close()
         await self._admin.close()
+        if self._images.shared is not None:
+            self._images.shared.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -11,6 +11,7 @@ from typing import Any
 from dorad import types as t
 from dorad._asyncio import Event, is_set_within
 from dorad._channel import Budget, deadline
+from dorad._shared_pixels import Region, SharedPixels
 from dorad.errors import DoradError
 
 Name = tuple[bytes, str, tuple[int, int, int]]
@@ -22,11 +23,15 @@ class SentImages:
 
     It may be wrong: the server drops images, starts anew, and has some for each of its tenants.
     Then the server names the images that it lacks, and the call sends them again.
+
+    Args:
+      shared: brings the pixels to a server on this host, if there is room; None: calls do.
     """
 
     MOST = 4096
 
-    def __init__(self) -> None:
+    def __init__(self, shared: SharedPixels | None = None) -> None:
+        self.shared = shared
         self.lock = threading.Lock()
         self.arrivals: OrderedDict[Name, int] = OrderedDict()
         """The number of each image's last arrival. Those used least recently come first."""
@@ -59,6 +64,7 @@ class CallImages:
         self._named: dict[Name, int] = {}  # By digest alone, for the sake of this arrival.
         self._brought: dict[Name, bytes] = {}
         self._announced: list[Name] = []  # Of those, what other calls wait for.
+        self._regions: list[Region] = []  # Of those, the pixels in shared memory.
 
     @property
     def announced(self) -> bool:
@@ -111,8 +117,16 @@ class CallImages:
         filled.CopyFrom(message)
         left = dict(self._brought)  # An image in several places goes once.
         for place, (_, name) in zip(filled.images, self._images, strict=True):
-            if name in left:
-                place.data = left.pop(name)
+            if name not in left:
+                continue
+            data = left.pop(name)
+            shared = self._sent.shared
+            region = None if shared is None else shared.write(data)
+            if region is None:
+                place.data = data
+            else:
+                place.memory.CopyFrom(region.place)
+                self._regions.append(region)
         return filled
 
     def arrived(self) -> None:
@@ -125,7 +139,8 @@ class CallImages:
             self.release()
 
     def release(self) -> None:
-        """Nobody waits for this call any more. Idempotent."""
+        """Nobody waits for this call any more, nor does the server read its pixels. Idempotent."""
+        self._regions = []
         if self._announced:
             with self._sent.lock:
                 for name in self._announced:

@@ -75,6 +75,8 @@ class Stream(Generic[T]):
         self._closed.set()
         if not self._calls.process.forked:
             self._call.cancel()
+            if self._images is not None:
+                self._images.release()
 
     async def __aenter__(self) -> Self:
         return self
