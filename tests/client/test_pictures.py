@@ -6,6 +6,7 @@ import random
 import numpy as np
 import PIL.Image
 import pytest
+from dorad._processor_images import placed
 from dorad.pictures import ModelPictures
 from dorad.text import ModelText
 from lib.pictures import (
@@ -71,6 +72,7 @@ def test_the_whole_processor_of_transformers_makes_the_same(of_mistral, tmp_path
     pictures = ModelPictures(copy)
     ids, images = pictures.place(ModelText(copy).encode_chat(messages), photos)
     assert ids == inputs["input_ids"][0].tolist()
+    assert named(placed(theirs, ids, photos)) == named(images)
     assert [(1, height // 2, width // 2) for height, width in inputs["image_sizes"]] == [
         each.grid for each in images
     ]

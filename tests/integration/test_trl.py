@@ -355,12 +355,6 @@ def test_refuses_the_server_of_another_model(zoo, server, tmp_path):
         grpo(server, trl_runs.policy(other), tmp_path)
 
 
-def test_refuses_images(server, model, tmp_path):
-    trainer = grpo(server, trl_runs.policy(model), tmp_path)
-    with pytest.raises(UnsupportedError, match="images"):
-        trainer.vllm_generation.generate([[5], [6]], [None, object()], 1)
-
-
 def test_refuses_a_trainer_that_does_not_generate(server, model, tmp_path):
     make = served(SFTTrainer, server.grpc)
     with pytest.raises(UnsupportedError, match="SFTTrainer does not generate"):

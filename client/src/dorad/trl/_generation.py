@@ -14,22 +14,23 @@ import os
 import tempfile
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from accelerate.utils import broadcast_object_list, gather_object
-from transformers import ProcessorMixin
 
 from dorad import (
     AdapterVersion,
     Client,
     FinishReason,
     GenerateRequest,
+    Image,
     NotFound,
     SharedTensors,
+    _processor_images,
 )
 from dorad._local_server import local_server, model_folder
 from dorad._origin import check_origin
@@ -38,7 +39,8 @@ from dorad.trl import _policy
 from dorad.trl._options import Options
 
 T = TypeVar("T")
-Prompts = Sequence[Sequence[Sequence[int]]]  # of each process
+Prompt = tuple[list[int], list[Any]]  # token ids, pictures
+Prompts = Sequence[Sequence[Prompt]]  # of each process
 Drawn = tuple[list[int], list[float] | None]  # tokens, log-probabilities
 
 logger = logging.getLogger("dorad.trl")
@@ -83,20 +85,22 @@ class Generation:
         self._model = model
         self._options = Options(**options)
         found = _policy.problems(model) + self._options.problems()
-        if isinstance(processing_class, ProcessorMixin):
-            found.append("the processor takes images: the server generates from text alone")
         args = trainer.args
         if getattr(args, "use_teacher_server", False) and not hasattr(args, _TEACHER_ADDRESS):
             found.append("use_teacher_server: it asks a vLLM that samples, too; set it to False")
         if found:
             raise UnsupportedError(found)
+        self._processor = processing_class
         self._policy = _policy.Policy(model)
         self._name = server.adapter or f"trl-{uuid.uuid4().hex[:12]}"
-        self._request_options = self._options.request_options(_eos_token_ids(trainer))
+        self._request_options = self._options.request_options(_eos_token_ids(trainer)) | {
+            "bad_words": _processor_images.unsampled(model.config) or None
+        }
         self._calls: dict[tuple[int, bool], int] = {}  # by step, and whether it trains
         self.client: Client | None = None
         self._shared: SharedTensors | None = None
         self._max_n = 1
+        self._max_images = 0
         self._context_length = 0
         self.version: AdapterVersion | None = None
         self._stack = ExitStack()
@@ -129,19 +133,23 @@ class Generation:
         if target is None:
             target = self._stack.enter_context(self._own_server(server.settings))
             shared_memory = True
-        if isinstance(target, str):
-            target = self._stack.enter_context(Client(target))
-        self.client = target
-        self.client.wait_ready(self._options.server_timeout)
-        info = self.client.info()
+        with ExitStack() as first:
+            asked = first.enter_context(Client(target)) if isinstance(target, str) else target
+            asked.wait_ready(self._options.server_timeout)
+            info = asked.info()
         self._check(info)
         if shared_memory:
             if not info.shared_memory_socket:
                 raise ValueError(
-                    f"shared_memory: {target.target} has no server.shared_memory_socket"
+                    f"shared_memory: {asked.target} has no server.shared_memory_socket"
                 )
             self._shared = self._stack.enter_context(SharedTensors(info.shared_memory_socket))
+        if isinstance(target, str):
+            pixels = info.shared_memory_socket if shared_memory else None
+            target = self._stack.enter_context(Client(target, shared_memory=pixels))
+        self.client = target
         self._max_n = info.limits.max_n
+        self._max_images = info.limits.max_images
         return info.model.context_length
 
     def _check(self, info: Any) -> None:
@@ -223,7 +231,7 @@ class Generation:
 
         Args:
           prompts: token ids, each prompt as often as it gets samples.
-          images: None, or None for each prompt.
+          images: None, or for each prompt None or its pictures, for the trainer's processor.
           num_generations: how often; the prompts themselves tell it.
           profiler: measures the call.
 
@@ -233,12 +241,16 @@ class Generation:
 
         Raises:
           UnexpectedVersion: tokens are not the published version's.
+          UnsupportedError: the server takes no images.
         """
-        if images is not None and any(image is not None for image in images):
-            raise UnsupportedError(["a prompt has images: the server generates from text alone"])
         with profiler or nullcontext():
             draw = self._next_draw()
-            ranks = gather_object([[list(prompt) for prompt in prompts]])
+            pictures = images or [None] * len(prompts)
+            own_prompts = [
+                (list(prompt), list(some or ()))
+                for prompt, some in zip(prompts, pictures, strict=True)
+            ]
+            ranks = gather_object([own_prompts])
             samples = self._sampled(ranks, draw)
         begin = sum(len(rank) for rank in ranks[: self._accelerator.process_index])
         own = samples[begin : begin + len(prompts)]
@@ -261,16 +273,21 @@ class Generation:
     def _sample(self, ranks: Prompts, draw: str) -> list[Drawn] | None:
         """On the main process. None: the server has lost the version."""
         assert self.client is not None and self.version is not None
-        places: dict[tuple[int, ...], list[int]] = {}
-        for place, prompt in enumerate(prompt for rank in ranks for prompt in rank):
-            places.setdefault(tuple(prompt), []).append(place)
+        prompts = [prompt for rank in ranks for prompt in rank]
+        places: dict[Hashable, list[int]] = {}
+        for place, (ids, pictures) in enumerate(prompts):
+            key = tuple(ids), tuple(map(_processor_images.identity, pictures))
+            places.setdefault(key, []).append(place)
         requests, targets = [], []
-        for prompt, wanted in places.items():
+        for wanted in places.values():
+            ids, pictures = prompts[wanted[0]]
+            images = self._placed(ids, pictures)
             for begin in range(0, len(wanted), self._max_n):
                 targets.append(wanted[begin : begin + self._max_n])
                 requests.append(
                     GenerateRequest(
-                        prompt,
+                        ids,
+                        images=images,
                         adapter=self.version.ref,
                         n=len(targets[-1]),
                         seed=_seed(draw, targets[-1][0]),
@@ -297,6 +314,13 @@ class Generation:
                 values = None if sample.logprobs is None else sample.logprobs.tolist()
                 samples[place] = sample.token_ids.tolist(), values
         return [samples[place] for place in range(len(samples))]
+
+    def _placed(self, token_ids: list[int], pictures: list[Any]) -> list[Image] | None:
+        if not pictures:
+            return None
+        if not self._max_images:
+            raise UnsupportedError(["a prompt has images: the server generates from text alone"])
+        return _processor_images.placed(self._processor, token_ids, pictures)
 
     # --- Seeds ------------------------------------------------------------------------------------
 

@@ -1,0 +1,56 @@
+"""Images of prompts that a trainer's own processor has tokenized: for TRL and verl."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from dorad.images import Image, from_processor
+
+_ORIENTATION = 0x0112  # EXIF's
+
+
+def placed(
+    processor: Any, token_ids: Sequence[int], pictures: Sequence[Any], **options: Any
+) -> list[Image]:
+    """The images of a prompt, with the pixels that the trainer's model gets.
+
+    Args:
+      processor: of transformers, for texts and images.
+      token_ids: of the prompt, with all placeholders of each image.
+      pictures: in the order of their places, as the processor takes them.
+      options: of the processor's call.
+
+    Raises ValueError when the placeholders do not fit the pictures.
+    """
+    text = processor.image_token * len(pictures)
+    inputs = processor(images=list(pictures), text=text, return_tensors="pt", **options)
+    _, images = from_processor(
+        {**inputs, "input_ids": token_ids},
+        processor.image_token_id,
+        # Mistral's processor leaves the cutting into patches to the model.
+        patch_size=getattr(processor, "patch_size", 0),
+        merge_size=getattr(processor, "spatial_merge_size", 0),
+    )
+    return images
+
+
+def identity(picture: Any) -> Hashable:
+    """Equal for pictures of which processors make the same."""
+    if not hasattr(picture, "convert"):  # no picture of PIL
+        return id(picture)
+    upright = picture.convert("RGB")
+    digest = hashlib.blake2b(upright.tobytes()).digest()
+    return upright.size, digest, picture.getexif().get(_ORIENTATION)
+
+
+def unsampled(config: Any) -> list[list[int]]:
+    """Tokens that no sample may have, as `bad_words`: a model fails on a placeholder without its
+    image.
+
+    Args:
+      config: transformers' of the model.
+    """
+    found = [getattr(config, name, None) for name in ("image_token_id", "video_token_id")]
+    return [[int(token)] for token in found if token is not None]
