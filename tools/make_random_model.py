@@ -35,7 +35,7 @@ class Shape:
     @classmethod
     def read(cls, name: str, layers: int = 0, tower: bool = False) -> "Shape":
         """The table's shape of that name; layers: 0 for as many as it has."""
-        config = dict(_TABLE[name], torch_dtype="bfloat16", eos_token_id=2)
+        config = dict(TABLE[name], torch_dtype="bfloat16", eos_token_id=2)
         parts = config.pop("tower", None)
         if tower and parts is None:
             raise ValueError(f"{name} has no tower")
@@ -55,10 +55,11 @@ class Shape:
         """A config.json with the tower, if there is one."""
         if self.tower is None:
             return self.config
-        parts = dict(self.tower)
-        text = {key: value for key, value in self.config.items() if key != "rope_theta"}
-        text |= {"model_type": "qwen3_vl_text", "rope_parameters": parts.pop("rope_parameters")}
-        return parts | {"text_config": text, "torch_dtype": "bfloat16", "eos_token_id": 2}
+        changes = self.tower["text_config"]
+        text = {key: value for key, value in self.config.items() if key not in changes}
+        text |= {key: value for key, value in changes.items() if value is not None}
+        common = {"text_config": text, "torch_dtype": "bfloat16", "eos_token_id": 2}
+        return self.tower | common
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """[rows, cols] by the name within a layer."""
@@ -77,8 +78,8 @@ class Shape:
         }
 
 
-_TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("model_shapes.json").read_text())
-SHAPES = {name: Shape.read(name) for name in _TABLE}
+TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("model_shapes.json").read_text())
+SHAPES = {name: Shape.read(name) for name in TABLE}
 
 
 @dataclass(frozen=True)
@@ -118,39 +119,121 @@ def model_tensors(shape: Shape) -> list[Tensor]:
     if not c["tie_word_embeddings"]:
         tensors.append(Tensor("lm_head.weight", embedding, STD))
     if shape.tower is not None:
-        tensors += tower_tensors(shape.tower["vision_config"])
+        tensors += tower_tensors(shape)
     return tensors
 
 
-def tower_tensors(c: dict[str, Any]) -> list[Tensor]:
-    """Of Qwen3-VL."""
+class Parts:
+    """The tensors of a model's other parts, as they are made."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def add(self, name: str, *shape: int, std: float = 0.0, value: float = 0.0) -> None:
+        self.tensors.append(Tensor(f"model.{name}", shape, std, value))
+
+    def linear(self, name: str, *shape: int, bias: bool = True) -> None:
+        self.add(f"{name}.weight", *shape, std=STD)
+        if bias:
+            self.add(f"{name}.bias", shape[0])
+
+    def norm(self, name: str, size: int, *, bias: bool = True) -> None:
+        self.add(f"{name}.weight", size, value=1.0)
+        if bias:
+            self.add(f"{name}.bias", size)
+
+
+def tower_tensors(shape: Shape) -> list[Tensor]:
+    """Of the tower and what joins it with the decoder."""
+    assert shape.tower is not None
+    parts = Parts()
+    make = {"gemma3": _gemma, "mistral3": _mistral, "qwen2_5_vl": _qwen25, "qwen3_vl": _qwen3}
+    make[shape.tower["model_type"]](parts, shape.whole())
+    return parts.tensors
+
+
+def _qwen_patches(parts: Parts, c: dict[str, Any], *, bias: bool) -> None:
+    sizes = (c["hidden_size"], 3, c["temporal_patch_size"], c["patch_size"], c["patch_size"])
+    parts.linear("visual.patch_embed.proj", *sizes, bias=bias)
+
+
+def _qwen3(parts: Parts, config: dict[str, Any]) -> None:
+    c = config["vision_config"]
     width, merged = c["hidden_size"], c["hidden_size"] * c["spatial_merge_size"] ** 2
-    side = c["patch_size"]
-    pixels = (width, 3, c["temporal_patch_size"], side, side)
-    tensors = [Tensor("model.visual.pos_embed.weight", (c["num_position_embeddings"], width), STD)]
-
-    def linear(name: str, *shape: int) -> None:
-        tensors.append(Tensor(f"model.visual.{name}.weight", shape, STD))
-        tensors.append(Tensor(f"model.visual.{name}.bias", shape[:1]))
-
-    def norm(name: str, size: int) -> None:
-        tensors.append(Tensor(f"model.visual.{name}.weight", (size,), value=1.0))
-        tensors.append(Tensor(f"model.visual.{name}.bias", (size,)))
-
-    linear("patch_embed.proj", *pixels)
+    parts.add("visual.pos_embed.weight", c["num_position_embeddings"], width, std=STD)
+    _qwen_patches(parts, c, bias=True)
     for i in range(c["depth"]):
-        norm(f"blocks.{i}.norm1", width)
-        norm(f"blocks.{i}.norm2", width)
-        linear(f"blocks.{i}.attn.qkv", 3 * width, width)
-        linear(f"blocks.{i}.attn.proj", width, width)
-        linear(f"blocks.{i}.mlp.linear_fc1", c["intermediate_size"], width)
-        linear(f"blocks.{i}.mlp.linear_fc2", width, c["intermediate_size"])
+        block = f"visual.blocks.{i}."
+        parts.norm(f"{block}norm1", width)
+        parts.norm(f"{block}norm2", width)
+        parts.linear(f"{block}attn.qkv", 3 * width, width)
+        parts.linear(f"{block}attn.proj", width, width)
+        parts.linear(f"{block}mlp.linear_fc1", c["intermediate_size"], width)
+        parts.linear(f"{block}mlp.linear_fc2", width, c["intermediate_size"])
     mergers = [f"deepstack_merger_list.{i}" for i in range(len(c["deepstack_visual_indexes"]))]
     for merger in ["merger", *mergers]:
-        norm(f"{merger}.norm", width if merger == "merger" else merged)
-        linear(f"{merger}.linear_fc1", merged, merged)
-        linear(f"{merger}.linear_fc2", c["out_hidden_size"], merged)
-    return tensors
+        parts.norm(f"visual.{merger}.norm", width if merger == "merger" else merged)
+        parts.linear(f"visual.{merger}.linear_fc1", merged, merged)
+        parts.linear(f"visual.{merger}.linear_fc2", c["out_hidden_size"], merged)
+
+
+def _qwen25(parts: Parts, config: dict[str, Any]) -> None:
+    c = config["vision_config"]
+    width, merged = c["hidden_size"], c["hidden_size"] * c["spatial_merge_size"] ** 2
+    _qwen_patches(parts, c, bias=False)
+    for i in range(c["depth"]):
+        block = f"visual.blocks.{i}."
+        parts.norm(f"{block}norm1", width, bias=False)
+        parts.norm(f"{block}norm2", width, bias=False)
+        parts.linear(f"{block}attn.qkv", 3 * width, width)
+        parts.linear(f"{block}attn.proj", width, width)
+        parts.linear(f"{block}mlp.gate_proj", c["intermediate_size"], width)
+        parts.linear(f"{block}mlp.up_proj", c["intermediate_size"], width)
+        parts.linear(f"{block}mlp.down_proj", width, c["intermediate_size"])
+    parts.norm("visual.merger.ln_q", width, bias=False)
+    parts.linear("visual.merger.mlp.0", merged, merged)
+    parts.linear("visual.merger.mlp.2", c["out_hidden_size"], merged)
+
+
+def _mistral(parts: Parts, config: dict[str, Any]) -> None:
+    c, hidden = config["vision_config"], config["text_config"]["hidden_size"]
+    width, side = c["hidden_size"], c["patch_size"]
+    parts.linear("vision_tower.patch_conv", width, 3, side, side, bias=False)
+    parts.norm("vision_tower.ln_pre", width, bias=False)
+    for i in range(c["num_hidden_layers"]):
+        block = f"vision_tower.transformer.layers.{i}."
+        parts.norm(f"{block}attention_norm", width, bias=False)
+        parts.norm(f"{block}ffn_norm", width, bias=False)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            parts.linear(f"{block}attention.{name}", width, width, bias=False)
+        for name in ("gate_proj", "up_proj"):
+            parts.linear(f"{block}feed_forward.{name}", c["intermediate_size"], width, bias=False)
+        parts.linear(f"{block}feed_forward.down_proj", width, c["intermediate_size"], bias=False)
+    merged, bias = width * config["spatial_merge_size"] ** 2, config["multimodal_projector_bias"]
+    parts.norm("multi_modal_projector.norm", width, bias=False)
+    parts.linear("multi_modal_projector.patch_merger.merging_layer", width, merged, bias=False)
+    parts.linear("multi_modal_projector.linear_1", hidden, width, bias=bias)
+    parts.linear("multi_modal_projector.linear_2", hidden, hidden, bias=bias)
+
+
+def _gemma(parts: Parts, config: dict[str, Any]) -> None:
+    c, hidden = config["vision_config"], config["text_config"]["hidden_size"]
+    width, side = c["hidden_size"], c["patch_size"]
+    tower = "vision_tower."
+    parts.linear(f"{tower}embeddings.patch_embedding", width, 3, side, side)
+    positions = (c["image_size"] // side) ** 2
+    parts.add(f"{tower}embeddings.position_embedding.weight", positions, width, std=STD)
+    for i in range(c["num_hidden_layers"]):
+        block = f"{tower}encoder.layers.{i}."
+        parts.norm(f"{block}layer_norm1", width)
+        parts.norm(f"{block}layer_norm2", width)
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            parts.linear(f"{block}self_attn.{name}", width, width)
+        parts.linear(f"{block}mlp.fc1", c["intermediate_size"], width)
+        parts.linear(f"{block}mlp.fc2", width, c["intermediate_size"])
+    parts.norm(f"{tower}post_layernorm", width)
+    parts.add("multi_modal_projector.mm_input_projection_weight", width, hidden, std=STD)
+    parts.add("multi_modal_projector.mm_soft_emb_norm.weight", width)  # It adds 1.
 
 
 def adapter_tensors(shape: Shape, rank: int, dora: bool) -> list[Tensor]:

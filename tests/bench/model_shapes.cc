@@ -51,10 +51,7 @@ absl::StatusOr<model::ModelConfig> ReadModelShape(const std::string& name, int64
   if (tower) {
     if (parts.is_null()) return absl::InvalidArgumentError(absl::StrCat(name, " has no tower"));
     Json whole = parts;
-    config["model_type"] = "qwen3_vl_text";
-    config["rope_parameters"] = parts["rope_parameters"];
-    config.erase("rope_theta");
-    whole.erase("rope_parameters");
+    config.merge_patch(parts["text_config"]);
     whole["text_config"] = std::move(config);
     config = std::move(whole);
   }

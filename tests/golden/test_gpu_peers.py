@@ -14,7 +14,8 @@ import torch
 import transformers
 from bench import gpu_peers  # also puts tools on the path
 from lib import torch_peers
-from make_random_model import SHAPES, Shape, model_tensors
+from lib.tiny_models import model_class
+from make_random_model import TABLE, Shape, model_tensors
 from peft.helpers import DoraCaching
 from safetensors.torch import load_file
 
@@ -202,13 +203,18 @@ def test_vllm_steps_are_differences_of_generations(
     }
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_random_models_have_the_tensors_that_transformers_wants(name: str) -> None:
-    shape = Shape.read(name, 2)
+def shapes() -> list[Shape]:
+    """Those of texts, and those of whole models."""
+    with_tower = [name for name, shape in TABLE.items() if "tower" in shape]
+    found = [Shape.read(name, 2) for name in TABLE]
+    return found + [Shape.read(name, 2, tower=True) for name in with_tower]
+
+
+@pytest.mark.parametrize("shape", shapes(), ids=lambda shape: shape.whole()["architectures"][0])
+def test_random_models_have_the_tensors_that_transformers_wants(shape: Shape) -> None:
+    config = transformers.AutoConfig.for_model(**shape.whole())
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.for_model(**shape.config)
-        )
+        model = model_class(config).from_config(config)
     wanted = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     if shape.config["tie_word_embeddings"]:
         del wanted["lm_head.weight"]

@@ -51,17 +51,32 @@ TEST(ModelShapesTest, AdaptersOfThePapersModelsHaveTheSizesItReports) {
   }
 }
 
-// 116 linears, as PEFT's all-linear finds them.
+// Linears as PEFT's all-linear finds them.
 TEST(ModelShapesTest, ATowerIsPartOfTheWholeModel) {
-  for (const char* const name : {"qwen3-vl-8b", "qwen3-vl-32b"}) {
-    const absl::StatusOr<model::ModelConfig> config = ReadModelShape(name, 3, /*tower=*/true);
+  struct Known {
+    const char* name;
+    int64_t linears;
+    int64_t head_dim;
+    bool three_positions;
+  };
+  for (const Known& known :
+       {Known{"qwen3-vl-8b", 116, 72, true}, Known{"qwen3-vl-32b", 116, 72, true},
+        Known{"qwen2.5-vl-32b", 162, 80, true}, Known{"mistral-small-24b", 171, 64, false}}) {
+    SCOPED_TRACE(known.name);
+    const absl::StatusOr<model::ModelConfig> config = ReadModelShape(known.name, 3, /*tower=*/true);
     ASSERT_TRUE(config.ok()) << config.status();
     ASSERT_TRUE(config->vision.has_value());
-    EXPECT_EQ(config->vision->num_modules(), 116);
-    EXPECT_EQ(config->vision->head_dim(), 72);
-    EXPECT_FALSE(config->ropes[0].axes.empty());
+    EXPECT_EQ(config->vision->num_modules(), known.linears);
+    EXPECT_EQ(config->vision->head_dim(), known.head_dim);
+    EXPECT_EQ(config->ropes[0].axes.empty(), !known.three_positions);
     EXPECT_EQ(config->num_layers(), 3);
+    EXPECT_FALSE(config->tied_embeddings);
   }
+  // Its images are not served: the tower is another part.
+  const absl::StatusOr<model::ModelConfig> gemma = ReadModelShape("gemma3-27b", 6, /*tower=*/true);
+  ASSERT_TRUE(gemma.ok()) << gemma.status();
+  EXPECT_TRUE(gemma->tied_embeddings && gemma->norms_add_one);
+  EXPECT_THAT(gemma->image_token_ids, Contains(262144));
   EXPECT_FALSE(ReadModelShape("qwen3-8b", 1, /*tower=*/true).ok());
 }
 
