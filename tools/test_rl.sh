@@ -56,7 +56,7 @@ environment areal "$python" project aiofiles aiohttp colorlog einops flask hydra
 # Of verl's dependencies, those that its GRPO training with FSDP2 imports. verl asks for
 # transformers < 5.11, and works with this project's.
 environment verl "$python" project cachetools codetiming dill fastapi hydra-core msgspec pillow \
-  pyzmq ray==2.60.0 tensordict==0.10.0 torchdata -- verl==0.9.1 TransferQueue==0.1.11
+  pyzmq ray==2.60.0 tensordict==0.10.0 torchdata -- verl==0.9.1 TransferQueue==0.1.11 torchvision==0.26.0
 environment qdora "$python" project bitsandbytes==0.50.2 --
 environment tinker "$python" project tinker==0.38.0 chz pillow termcolor -- tinker_cookbook==0.5.8
 

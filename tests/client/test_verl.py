@@ -85,7 +85,6 @@ def test_verls_defaults_are_taken():
             "rollout.mtp.enable_rollout=True",
         ),
         ({"enable_rollout_routing_replay": True}, "rollout.enable_rollout_routing_replay=True"),
-        ({"limit_images": 2}, "rollout.limit_images=2"),
         ({"prometheus": SimpleNamespace(enable=True)}, "rollout.prometheus.enable=True"),
         ({"profiler": SimpleNamespace(enable=True)}, "rollout.profiler.enable=True"),
     ],
@@ -100,7 +99,6 @@ def test_a_rollout_that_cannot_be_honoured_is_refused(changed, problem):
     [
         ({"lora_rank": 0}, "model.lora_rank=0"),
         ({"lora": {"merge": True}}, "model.lora.merge=True"),
-        ({"processor": object()}, "takes images"),
         ({"hf_config": SimpleNamespace(quantization_config={})}, "quantised"),
     ],
 )
@@ -138,6 +136,11 @@ def test_a_server_gets_verls_limits_and_the_users_settings():
     assert values["engine.prefix_cache"] is values["memory.host_weights"] is True
     assert values["engine.kv_bytes"] == "8GiB" and "engine.threads" not in values
     assert values["model.max_context"] == 50
+
+
+def test_the_limit_of_images_is_the_servers():
+    assert server_settings(rollout(limit_images=3), "cpu")["limits.max_images"] == 3
+    assert "limits.max_images" not in server_settings(rollout(), "cpu")
 
 
 def test_a_server_on_the_cpu_has_no_limit_of_a_gpu():

@@ -23,7 +23,7 @@ from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerManager
 from verl.workers.rollout.replica import get_rollout_replica_class
 
-FOLDER, ROOT = sys.argv[1:]
+FOLDER, ROOT = sys.argv[-2:]  # workers of drive_verl_images have other arguments
 PROMPT = [1, 40, 77, 120, 33]
 LONG = 600
 SAMPLING = {
@@ -128,11 +128,11 @@ def refusal(work):
 class Session:
     """The driver: verl's clients, a replica, and the server behind it."""
 
-    def __init__(self, config):
+    def __init__(self, config, worker=PolicyWorker):
         self.group = RayWorkerGroup(
             resource_pool=RayResourcePool([1], use_gpu=False),
             ray_cls_with_init=RayClassWithInitArgs(
-                ray.remote(PolicyWorker), config=config.actor_rollout_ref
+                ray.remote(worker), config=config.actor_rollout_ref
             ),
         )
         self.group.init_model()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from dorad.images import Image, from_processor
@@ -34,6 +37,38 @@ def placed(
         merge_size=getattr(processor, "spatial_merge_size", 0),
     )
     return images
+
+
+class Placed:
+    """As `placed`, once for equal prompts that come shortly after each other. Thread-safe."""
+
+    MOST = 32
+    """Prompts whose images are remembered."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self._lock = threading.Lock()
+        self._found: OrderedDict[Hashable, Future[list[Image]]] = OrderedDict()
+
+    def __call__(
+        self, token_ids: Sequence[int], pictures: Sequence[Any], **options: Any
+    ) -> list[Image]:
+        key = tuple(token_ids), tuple(map(identity, pictures)), repr(sorted(options.items()))
+        with self._lock:
+            found = self._found.get(key)
+            mine = Future[list[Image]]() if found is None else None
+            if mine is not None:
+                self._found[key] = mine
+                if len(self._found) > self.MOST:
+                    self._found.popitem(last=False)
+        if found is not None:
+            return found.result()
+        assert mine is not None
+        try:
+            mine.set_result(placed(self._processor, token_ids, pictures, **options))
+        except BaseException as error:
+            mine.set_exception(error)
+        return mine.result()
 
 
 def identity(picture: Any) -> Hashable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,7 @@ from dorad.train import base_weights
 
 _NAME = "policy"  # The server is this replica's alone.
 _SHOWN = 3
+_PARTS = re.compile(r"^((language_)?model\.)+")
 
 
 class Rollout(BaseRollout):  # type: ignore[misc]
@@ -94,25 +96,31 @@ class Rollout(BaseRollout):  # type: ignore[misc]
 
     def _check_base(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Reads all of `weights`, also after a difference: the workers make them together."""
-        served = dict(base_weights(self._client))
+        served = {_plain(name): tensor for name, tensor in base_weights(self._client).items()}
         tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
         missing, problems = set(served), []
         for given, tensor in weights:
-            name = given.replace(".base_layer.", ".")
+            shown = given.replace(".base_layer.", ".")
+            name = _plain(shown)
             if name == "lm_head.weight" and name not in served and tied:
-                name = "model.embed_tokens.weight"
+                name = "embed_tokens.weight"
             missing.discard(name)
             ours = served.get(name)
             if ours is None:
-                problems.append(f"{name}: the server's base model has none")
+                problems.append(f"{shown}: the server's base model has none")
             elif not _equal(ours, tensor):
-                problems.append(f"{name}: differs from the server's base model")
+                problems.append(f"{shown}: differs from the server's base model")
         problems += [f"{name}: the trainer's base model has none" for name in sorted(missing)]
         if problems:
             rest = len(problems) - _SHOWN
             raise UnsupportedError(
                 problems[:_SHOWN] + ([f"{rest} further differences"] if rest > 0 else [])
             )
+
+
+def _plain(name: str) -> str:
+    """Without the parts of a model that files and memory name differently."""
+    return _PARTS.sub("", name)
 
 
 def _equal(served: torch.Tensor, trained: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.replica import TokenOutput
 
-from dorad import AdapterVersion, FinishReason, NotFound, Sample
+from dorad import AdapterVersion, FinishReason, NotFound, Sample, _processor_images
 from dorad._local_server import local_server, model_folder
 from dorad._origin import check_origin
 from dorad._unsupported import UnsupportedError
@@ -54,6 +54,8 @@ class Server:
         self._drawn: Counter[tuple[str, tuple[int, ...]]] = Counter()  # from this policy
         self._target = ""
         self._context_length = 0
+        self._takes_images = False
+        self._placed = _processor_images.Placed(self._model.processor)
         self._stack = ExitStack()
         weakref.finalize(self, self._stack.close)  # Also at the process's end.
 
@@ -62,8 +64,10 @@ class Server:
     async def launch_server(self) -> None:
         """Starts it; returns when it is ready."""
         self._target = await asyncio.to_thread(self._start)
-        self._client = Client(self._target)
-        info = await self._client.info()
+        async with Client(self._target) as client:
+            info = await client.info()
+        self._client = Client(self._target, shared_memory=info.shared_memory_socket or None)
+        self._takes_images = info.limits.max_images > 0 and self._model.processor is not None
         self._context_length = info.model.context_length
         longest = self._config.prompt_length + self._config.response_length
         if longest > self._context_length:
@@ -118,12 +122,19 @@ class Server:
     ) -> TokenOutput:
         """One answer. "aborted": with the tokens so far, or the gate refuses requests.
 
+        Args:
+          image_data: the prompt's pictures, for verl's processor; `prompt_ids` has all of their
+            placeholders.
+          mm_processor_kwargs: options of the processor.
+
         Raises:
           UnexpectedVersion: a token is not of the version that was published for these steps.
         """
         # Agent loops send empty lists, and options of a processor that there is not.
-        if image_data or video_data or audio_data:
-            raise UnsupportedError(["a prompt has images, videos or sounds: the server has text"])
+        if video_data or audio_data:
+            raise UnsupportedError(["a prompt has videos or sounds: the server has images"])
+        if image_data and not self._takes_images:
+            raise UnsupportedError(["a prompt has images: the server generates from text alone"])
         async with self._gate.entered(request_id) as entered:
             policy = self._policy
             if policy is None:
@@ -134,6 +145,11 @@ class Server:
             options = settings.request_options(
                 self._config, prompt, sampling_params, self._context_length
             )
+            options["bad_words"] = _processor_images.unsampled(self._model.hf_config) or None
+            if image_data:
+                options["images"] = await asyncio.to_thread(
+                    self._placed, prompt, image_data, **dict(mm_processor_kwargs or {})
+                )
             if self._config.full_determinism and "seed" not in options:
                 options["seed"] = self._seed(policy, request_id, prompt)
             (sample,) = await self._client.generate(

@@ -64,8 +64,6 @@ def _model_problems(model: Any) -> list[str]:
         )
     if lora.get("merge", False):
         found.append("model.lora.merge=True sends merged weights; dorad takes the adapter alone")
-    if _field(model, "processor") is not None:
-        found.append("the model takes images: the server generates from text alone")
     if _field(_field(model, "hf_config"), "quantization_config") is not None:
         found.append("the base model is quantised: the server computes with the original weights")
     return found
@@ -99,7 +97,6 @@ def _rollout_problems(rollout: Any) -> list[str]:
         "qat.enable": _field(rollout, "qat", {}).get("enable"),
         "mtp.enable_rollout": _field(mtp, "enable") and _field(mtp, "enable_rollout"),
         "enable_rollout_routing_replay": _field(rollout, "enable_rollout_routing_replay"),
-        "limit_images": _field(rollout, "limit_images"),
         "prometheus.enable": _field(_field(rollout, "prometheus"), "enable"),
         "profiler.enable": _field(_field(rollout, "profiler"), "enable"),
     }
@@ -121,6 +118,8 @@ def server_settings(rollout: Any, device: str) -> dict[str, object]:
         "engine.prefix_cache": bool(rollout.enable_prefix_caching),
         "limits.max_queued_tokens": _ALL_QUEUED_TOKENS,
     }
+    if _field(rollout, "limit_images"):
+        values["limits.max_images"] = rollout.limit_images
     if device == "cuda":
         values["memory.vram_limit"] = float(rollout.gpu_memory_utilization)
         values["memory.host_weights"] = bool(rollout.free_cache_engine)  # It sleeps at each step.
