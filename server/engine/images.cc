@@ -11,7 +11,8 @@ namespace dorad::engine {
 int64_t PlacedImage::end() const { return begin + image->span(); }
 
 std::string Image::identity() const {
-  return absl::StrCat(sha256, static_cast<int>(dtype), "x", height, "x", width);
+  return absl::StrCat(sha256, from_bytes ? "b" : "", static_cast<int>(dtype), "x", height, "x",
+                      width);
 }
 
 PromptImages::PromptImages(std::vector<PlacedImage> places) : places_(std::move(places)) {

@@ -16,8 +16,9 @@ namespace dorad::engine {
 
 // Pixels as the model's processor makes them: patches in the order of the tower's merged blocks.
 struct Image {
-  std::string sha256;  // of the pixels, 32 bytes
+  std::string sha256;  // of the pixels as they came, 32 bytes
   DType dtype = DType::kF32;
+  bool from_bytes = false;        // they came as bytes; `pixels` are the numbers of those
   int64_t height = 0, width = 0;  // in patches
   int64_t rows = 0, columns = 0;  // of tokens
   bool row_breaks = false;        // in a prompt a token of the text stands between two rows

@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/adapter/registry/version.h"
+#include "server/model/byte_pixels.h"
 #include "server/platform/metrics/request_log.h"
 
 namespace dorad::engine {
@@ -191,6 +192,9 @@ struct ImageLimits {
   int64_t max_images = 0;      // of a prompt
   int64_t max_tokens = 0;      // of an image
   bool row_breaks = false;     // Image::row_breaks
+  // Never nullptr.
+  std::shared_ptr<const model::BytePixels> byte_pixels =
+      std::make_shared<const model::BytePixels>();
 
   bool served() const { return token_id >= 0; }
   int64_t max_bytes() const;  // of an image's pixels

@@ -367,6 +367,7 @@ absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& dir) {
     if (has_parts) ReadImageTokens(fields, &config);
     if (family->read_vision != nullptr && fields.Has("vision_config")) {
       ServeVision(fields, *family, &config);
+      config.vision->byte_pixels = ReadBytePixels(dir, config.vision->channels);
     }
     if (has_parts) ReadTensorNames(dir, fields, &config);
     ReadHeads(text, *family, &config);

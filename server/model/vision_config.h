@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "server/adapter/peft/base_modules.h"
+#include "server/model/byte_pixels.h"
 
 namespace dorad::model {
 
@@ -96,6 +97,7 @@ struct VisionConfig {
   bool row_breaks = false;  // in prompts a text token stands between the rows of an image's tokens
   double theta = 10000.0;
   int32_t image_token_id = 0;
+  BytePixels byte_pixels;
   std::vector<int> deepstack;  // blocks whose output is merged too, ascending
   std::vector<VisionBlockSpec> blocks;
   MergerSpec merger;

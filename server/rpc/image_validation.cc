@@ -1,6 +1,7 @@
 #include "server/rpc/image_validation.h"
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -47,8 +48,7 @@ class ImageReader {
     const size_t before = violations_.size();
     engine::Image image;
     ReadGrid(&image);
-    const std::optional<DType> dtype = ToDType(wire_.dtype());
-    if (!dtype) Complain("dtype", "IMAGE_DTYPE_INVALID", "must be F32, F16 or BF16");
+    const std::optional<DType> dtype = ReadDType(&image);
     if (violations_.size() == before) {
       image.dtype = *dtype;
       CheckData(image);
@@ -56,6 +56,21 @@ class ImageReader {
     if (violations_.size() > before) return std::nullopt;
     image.sha256 = wire_.sha256().empty() ? DigestOf(wire_.data()) : wire_.sha256();
     return image;
+  }
+
+  // Of `pixels`.
+  std::optional<DType> ReadDType(engine::Image* image) {
+    image->from_bytes = wire_.dtype() == v1::TENSOR_DTYPE_U8;
+    if (!image->from_bytes) {
+      const std::optional<DType> dtype = ToDType(wire_.dtype());
+      if (!dtype) Complain("dtype", "IMAGE_DTYPE_INVALID", "must be F32, F16, BF16 or U8");
+      return dtype;
+    }
+    if (limits_.byte_pixels->numbers.empty()) {
+      Complain("dtype", "IMAGE_BYTES_UNSUPPORTED",
+               absl::StrCat("the server cannot normalize bytes: ", limits_.byte_pixels->problem));
+    }
+    return DType::kF32;
   }
 
   // Of the image that Read has returned.
@@ -107,7 +122,7 @@ class ImageReader {
                       absl::StrCat(digest.size(), " bytes are not a SHA-256"));
     }
     const auto expected = static_cast<size_t>(image.height * image.width * limits_.patch_elements) *
-                          SizeOf(image.dtype);
+                          (image.from_bytes ? 1 : SizeOf(image.dtype));
     if (wire_.has_memory()) return CheckMemory(expected);
     if (wire_.data().empty()) {
       if (digest.empty()) {
@@ -169,6 +184,21 @@ std::string CopyOf(const v1::Image& wire, const std::string& field, const Shared
     Add(violations, field + ".memory", "IMAGE_MEMORY_INVALID", std::string(read.message()));
   } else if (DigestOf(pixels) != wire.sha256()) {
     Add(violations, field + ".sha256", "IMAGE_DIGEST_MISMATCH", "is not the digest of the memory");
+  }
+  return pixels;
+}
+
+// The processor's numbers for bytes. A patch has its channels one after the other.
+std::string NumbersOf(const std::string& bytes, const engine::ImageLimits& limits) {
+  const std::vector<float>& numbers = limits.byte_pixels->numbers;
+  const size_t channels = numbers.size() / model::BytePixels::kValues;
+  const size_t run = static_cast<size_t>(limits.patch_elements) / channels;
+  std::string pixels(bytes.size() * sizeof(float), '\0');
+  char* to = pixels.data();
+  for (size_t i = 0; i < bytes.size(); ++i, to += sizeof(float)) {
+    const size_t channel = i / run % channels;
+    const auto byte = static_cast<uint8_t>(bytes[i]);
+    std::memcpy(to, &numbers[channel * model::BytePixels::kValues + byte], sizeof(float));
   }
   return pixels;
 }
@@ -257,7 +287,7 @@ std::vector<std::vector<engine::PlacedImage>> ReadImages(const Images& images,
     std::optional<engine::Image> image = reader.Read();
     if (!image) continue;
     shared.push_back(reader.shared());
-    shared_bytes += shared.back().bytes;
+    shared_bytes += shared.back().bytes * (image->from_bytes ? sizeof(float) : 1);
     const ImageText& text = texts[wire.sequence()];
     read.push_back(std::make_shared<engine::Image>(*std::move(image)));
     const engine::PlacedImage place{wire.offset(), read.back()};
@@ -273,6 +303,7 @@ std::vector<std::vector<engine::PlacedImage>> ReadImages(const Images& images,
   }
   for (int i = 0; i < images.size() && violations->size() == before; ++i) {
     read[i]->pixels = CopyOf(images[i], absl::StrCat("images[", i, "]"), shared[i], violations);
+    if (read[i]->from_bytes) read[i]->pixels = NumbersOf(read[i]->pixels, limits.images);
   }
   return placed;
 }

@@ -68,6 +68,7 @@ _TENSOR_DTYPES = {
     "float32": adapters_pb2.TENSOR_DTYPE_F32,
     "float16": adapters_pb2.TENSOR_DTYPE_F16,
     "bfloat16": adapters_pb2.TENSOR_DTYPE_BF16,
+    "uint8": adapters_pb2.TENSOR_DTYPE_U8,
 }
 
 

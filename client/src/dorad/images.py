@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from dorad._arguments import shown
 
-DTYPES = ("float32", "float16", "bfloat16")
+DTYPES = ("float32", "float16", "bfloat16", "uint8")
 Grid = tuple[int, int, int]
 
 
@@ -31,7 +31,9 @@ class Image:
     """Time (1), height and width in patches: a row of the processor's image_grid_thw."""
     pixels: Any = None
     """The image's rows of pixel_values, [patches, elements]: an array or a CPU tensor of float32,
-    float16 or bfloat16. None: the server has them, from an earlier request; `sha256` names them."""
+    float16 or bfloat16, or of uint8: of a processor that has neither rescaled nor normalized them,
+    which the server does. None: the server has them, from an earlier request; `sha256` names
+    them."""
     dtype: str = ""
     """Of the pixels; needed without them."""
     sha256: bytes = b""
@@ -57,7 +59,7 @@ class Image:
 def _bytes_of(pixels: Any) -> tuple[str, bytes]:
     dtype = str(getattr(pixels, "dtype", "")).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise TypeError(f"pixels must be float32, float16 or bfloat16, not {shown(pixels)}")
+        raise TypeError(f"pixels must be one of {', '.join(DTYPES)}, not {shown(pixels)}")
     if hasattr(pixels, "detach"):  # a torch tensor; numpy has no bfloat16
         import torch
 

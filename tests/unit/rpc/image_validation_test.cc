@@ -62,6 +62,37 @@ TEST(ImageValidation, AcceptsADigestAlone) {
   EXPECT_TRUE(input->images[0].image->pixels.empty());
 }
 
+TEST(ImageValidation, MakesThePixelsOfBytes) {
+  v1::Image image = Good(1);
+  image.set_dtype(v1::TENSOR_DTYPE_U8);
+  std::string bytes;  // a patch has three elements: one of each channel
+  for (int i = 0; i < 2 * 4 * 3; ++i) bytes.push_back(static_cast<char>(250 - 10 * i));
+  image.set_data(bytes);
+  RequestLimits limits = ImageLimits();
+  EXPECT_THAT(RefusalOf(WithImage(image), limits),
+              ElementsAre("images[0].dtype IMAGE_BYTES_UNSUPPORTED"));
+  model::BytePixels known;
+  for (int i = 0; i < 3 * 256; ++i) known.numbers.push_back(static_cast<float>(i) + 0.5f);
+  limits.engine.images.byte_pixels = std::make_shared<const model::BytePixels>(known);
+  const auto input = ParseGenerate(WithImage(image), limits, {});
+  ASSERT_TRUE(input.ok()) << input.status();
+  const engine::Image& read = *input->images[0].image;
+  EXPECT_EQ(read.dtype, DType::kF32);
+  const auto digest = Sha256Of(bytes);
+  EXPECT_EQ(read.sha256, std::string(digest.begin(), digest.end()));
+  ASSERT_EQ(read.pixels.size(), bytes.size() * 4);
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    float number = 0;
+    std::memcpy(&number, &read.pixels[i * 4], 4);
+    EXPECT_EQ(number, static_cast<float>(i % 3 * 256 + static_cast<uint8_t>(bytes[i])) + 0.5f) << i;
+  }
+  engine::Image same = read;
+  same.from_bytes = false;
+  EXPECT_NE(same.identity(), read.identity());
+  image.mutable_data()->push_back('x');
+  EXPECT_THAT(RefusalOf(WithImage(image), limits), ElementsAre("images[0].data IMAGE_DATA_SIZE"));
+}
+
 struct Bad {
   const char* name;
   std::function<void(v1::Image*)> change;
@@ -107,6 +138,8 @@ TEST(ImageValidation, RefusesEachFaultByName) {
        },
        "images[0].grid IMAGE_TOO_LARGE"},
       {"length", [](auto* i) { i->set_length(1); }, "images[0].length IMAGE_LENGTH_MISMATCH"},
+      {"bytes", [](auto* i) { i->set_dtype(v1::TENSOR_DTYPE_U8); },
+       "images[0].dtype IMAGE_BYTES_UNSUPPORTED"},
       {"no dtype", [](auto* i) { i->clear_dtype(); }, "images[0].dtype IMAGE_DTYPE_INVALID"},
       {"short digest", [](auto* i) { i->set_sha256("abc"); },
        "images[0].sha256 IMAGE_DIGEST_INVALID"},
