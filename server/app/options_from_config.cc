@@ -70,6 +70,9 @@ engine::EngineOptions ToEngineOptions(const Config& config, const Backend::Info&
   options.images = model.images;
   options.images.max_images = config.limits.max_images;
   options.images.max_tokens = config.limits.max_image_tokens;
+  if (options.images.bidirectional) {  // one step computes them
+    options.images.max_tokens = std::min(options.images.max_tokens, options.max_step_tokens);
+  }
   options.image_cache_bytes = config.engine.image_cache_bytes;
   options.context_length = model.context_length;
   options.max_tokens = config.limits.max_tokens;

@@ -94,6 +94,8 @@ absl::Status Backend::Describe(const Config& config, const model::ModelConfig& m
     info_.images.merge = model.vision->merge;
     info_.images.row_breaks = model.vision->row_breaks;
     info_.images.byte_pixels = std::make_shared<const model::BytePixels>(model.vision->byte_pixels);
+    info_.images.bidirectional = model.vision->bidirectional;
+    info_.images.fixed_side = model.vision->fixed_side;
   }
   info_.hidden_size = model.hidden_size;
   info_.num_layers = model.num_layers();

@@ -49,7 +49,7 @@ EngineLoop::EngineLoop(const EngineOptions& options, StopRules rules,
                   [this](Sequence* sequence) {
                     return weights_.MayRun(sequence) && images_.MayRun(sequence);
                   },
-                  runner->state_pages()},
+                  options.images.block_rows(), runner->state_pages()},
                  &pages_),
       pipeline_(std::move(runner), metrics) {
   ApplyGpuShare(SteadyNow());

@@ -54,6 +54,24 @@ std::vector<PromptImages::Run> PromptImages::RunsIn(int64_t begin, int64_t end) 
   return runs;
 }
 
+const PlacedImage* PromptImages::BlockAt(int64_t index) const {
+  const auto found =
+      std::find_if(places_.begin(), places_.end(), [index](const PlacedImage& place) {
+        return place.image->bidirectional && place.begin <= index && index < place.end();
+      });
+  return found == places_.end() ? nullptr : &*found;
+}
+
+int64_t PromptImages::LastSeenBy(int64_t index) const {
+  const PlacedImage* const block = BlockAt(index);
+  return block == nullptr ? index : block->end() - 1;
+}
+
+int64_t PromptImages::StepEnd(int64_t end) const {
+  const PlacedImage* const block = BlockAt(end);
+  return block == nullptr ? end : block->begin;
+}
+
 PromptImages::RotaryPosition PromptImages::PositionOf(int64_t index) const {
   const auto after =
       std::upper_bound(places_.begin(), places_.end(), index,

@@ -22,6 +22,8 @@ struct Image {
   int64_t height = 0, width = 0;  // in patches
   int64_t rows = 0, columns = 0;  // of tokens
   bool row_breaks = false;        // in a prompt a token of the text stands between two rows
+  // Each row of the decoder sees all rows of its image: one step computes them.
+  bool bidirectional = false;
   std::string pixels;  // [height * width, patch elements]; "": the server shall have them
   // In a sequence's tokens it stands for each of the image's; below kNoToken. ImageStore gives it;
   // different images have different ones.
@@ -55,6 +57,10 @@ class PromptImages {
   };
   // Those at the positions [begin, end).
   std::vector<Run> RunsIn(int64_t begin, int64_t end) const;
+  // The last position that a row sees.
+  int64_t LastSeenBy(int64_t index) const;
+  // The last position, at most `end`, before which a step may end.
+  int64_t StepEnd(int64_t end) const;
   // The position after the last image.
   int64_t end() const { return places_.back().end(); }
   // Writes the images' keys into the places of their tokens.
@@ -69,6 +75,9 @@ class PromptImages {
   RotaryPosition PositionOf(int64_t index) const;
 
  private:
+  // The bidirectional image with this position; nullptr: none.
+  const PlacedImage* BlockAt(int64_t index) const;
+
   std::vector<PlacedImage> places_;
   std::vector<int64_t> shifts_;  // of the text after each image, relative to its index
 };

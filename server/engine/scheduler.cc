@@ -11,10 +11,19 @@ namespace {
 
 int64_t PagesOf(int64_t tokens) { return (tokens + kKvPageTokens - 1) / kKvPageTokens; }
 
+// So few running sequences that the first of them with more than one row to compute always has room
+// for its block.
+Scheduler::Options WithPlaces(Scheduler::Options options) {
+  DORAD_CHECK(options.block_rows <= options.max_step_tokens);
+  const int64_t places = options.max_step_tokens - std::max<int64_t>(options.block_rows, 1) + 1;
+  options.max_running = static_cast<int32_t>(std::min<int64_t>(options.max_running, places));
+  return options;
+}
+
 }  // namespace
 
 Scheduler::Scheduler(Options options, KvPages* pages)
-    : options_(std::move(options)),
+    : options_(WithPlaces(std::move(options))),
       pages_(pages),
       sharing_(pages, options_.state_pages > 0),
       shares_(options_.max_step_tokens) {
@@ -115,7 +124,7 @@ std::vector<Chunk> Scheduler::Schedule() {
 }
 
 void Scheduler::AdmitWaiting(Plan* plan) {
-  const int64_t max_running = std::min<int64_t>(options_.max_running, options_.max_step_tokens);
+  const int64_t max_running = options_.max_running;
   const auto no_place = [&] {
     return running() - frozen_running_ >= max_running ||
            static_cast<int64_t>(plan->chunks.size()) >= max_running;
@@ -139,7 +148,7 @@ void Scheduler::AdmitWaiting(Plan* plan) {
     }
     const Admitted admitted = AdmitInsteadOf(victim, s, plan);
     if (admitted != Admitted::kYes) s->DropPins();
-    if (admitted == Admitted::kNoPages) break;
+    if (admitted == Admitted::kNoPages || admitted == Admitted::kNoRows) break;
   }
 }
 
@@ -273,7 +282,10 @@ int64_t Scheduler::ChunkSize(const Sequence& sequence, int64_t budget) const {
       if (sequence.computed < end) count = std::min(count, end - sequence.computed);
     }
   }
-  return std::min(count, sequence.same_adapter_until(sequence.computed) - sequence.computed);
+  count = std::min(count, sequence.same_adapter_until(sequence.computed) - sequence.computed);
+  if (sequence.images == nullptr || count == 0) return count;
+  const int64_t end = sequence.images->StepEnd(sequence.computed + count);
+  return std::max<int64_t>(0, end - sequence.computed);
 }
 
 Chunk* Scheduler::Append(Sequence* sequence, Plan* plan) {
@@ -318,6 +330,10 @@ Scheduler::Admitted Scheduler::Admit(Sequence* sequence, Plan* plan) {
   if (reused.waits) {
     sharing_.Rewind(sequence);
     return Admitted::kWaits;
+  }
+  if (reused.row_of == nullptr && ChunkSize(*sequence, plan->budget) == 0) {
+    sharing_.Rewind(sequence);
+    return Admitted::kNoRows;
   }
   // All pages of the prompt at once: a half-admitted prompt would only be preempted again. One page
   // of every running sequence stays in reserve, so that admission does not cause preemption in the

@@ -25,6 +25,9 @@ class Scheduler {
     // False: the sequence gets no rows now and keeps its place and its pages; others may pass it.
     // Null: always true.
     std::function<bool(Sequence*)> may_run;
+    // Rows that one step must be able to compute beside one of every other running sequence: those
+    // of a bidirectional image; 0: none.
+    int64_t block_rows = 0;
     int64_t state_pages = 0;  // of the state of a recurrence; 0: the model has none
   };
 
@@ -69,6 +72,7 @@ class Scheduler {
   };
 
   bool CanContinue(Sequence* sequence) const;
+  // 0: the next rows, of an image, do not fit.
   int64_t ChunkSize(const Sequence& sequence, int64_t budget) const;
   // Pages for the state after the next chunk, if those that the sequence has are not its own.
   int64_t StatePages(const Sequence& sequence) const;
@@ -81,7 +85,7 @@ class Scheduler {
   Sequence* LastOf(May may) const;
   void Continue(Sequence* sequence, Plan* plan);
   void AdmitWaiting(Plan* plan);
-  enum class Admitted { kYes, kWaits, kNoPages };
+  enum class Admitted { kYes, kWaits, kNoPages, kNoRows };
   Admitted Admit(Sequence* sequence, Plan* plan);
   // Both return a sequence of a tenant that was served more and has more than its equal part of the
   // places or pages, for a tenant that has less; nullptr: there is none.

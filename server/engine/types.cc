@@ -17,6 +17,13 @@ void MoveAppend(std::vector<T>& to, std::vector<T>&& from) {
 
 }  // namespace
 
+int64_t ImageLimits::block_rows() const {
+  if (!bidirectional) return 0;
+  const int64_t side = merge > 0 ? fixed_side / merge : 0;
+  const int64_t tokens = side > 0 ? side * side : max_tokens;
+  return tokens <= max_tokens ? tokens : 0;
+}
+
 int64_t ImageLimits::max_bytes() const {
   constexpr int64_t kMaxElementBytes = 4;
   return max_tokens * merge * merge * patch_elements * kMaxElementBytes;

@@ -195,9 +195,13 @@ struct ImageLimits {
   // Never nullptr.
   std::shared_ptr<const model::BytePixels> byte_pixels =
       std::make_shared<const model::BytePixels>();
+  bool bidirectional = false;  // Image::bidirectional
+  int64_t fixed_side = 0;      // of every image, in patches; 0: any
 
   bool served() const { return token_id >= 0; }
   int64_t max_bytes() const;  // of an image's pixels
+  // Of the largest bidirectional image; 0: there is none.
+  int64_t block_rows() const;
 };
 
 struct EngineLimits {

@@ -32,6 +32,7 @@ constexpr Family Gemma3() {
   family.text_type = family.model_type;
   family.model_type = "gemma3";
   family.architecture = "Gemma3ForConditionalGeneration";
+  family.read_vision = ReadGemma3Vision;
   return family;
 }
 

@@ -309,6 +309,15 @@ void SetPartNames(ModelConfig* config) {
   SetOtherParts(config);
 }
 
+void SpellTower(const char* part, ModelConfig* config) {
+  bool first = true;
+  for (Spelling& names : config->spellings) {
+    const char* const outer = std::exchange(first, false) ? "model." : "";
+    names.tower = absl::StrCat(outer, part);
+    names.projector = absl::StrCat(outer, config->vision->names.projector);
+  }
+}
+
 // The tower's convolution and position table are run, but no adapter changes them.
 void ServeVision(Fields& root, const Family& family, ModelConfig* config) {
   config->vision = family.read_vision(root, *config);
@@ -316,14 +325,24 @@ void ServeVision(Fields& root, const Family& family, ModelConfig* config) {
   if (std::count(config->image_token_ids.begin(), config->image_token_ids.end(), image) == 0) {
     config->image_token_ids.push_back(image);
   }
-  for (Spelling& names : config->spellings) names.tower = config->vision->names.part;
-  std::string& tower = config->spellings.front().tower;
-  tower = "model." + tower;
-  config->other_modules = {tower + config->vision->names.patch};
-  if (config->vision->style.position_table) {
-    config->other_modules.push_back(tower + config->vision->names.table);
+  const TowerNames& names = config->vision->names;
+  SpellTower(names.part, config);
+  if (*names.other_part != '\0') {
+    ModelConfig other = *config;
+    SpellTower(names.other_part, &other);
+    config->spellings.insert(config->spellings.end(), other.spellings.begin(),
+                             other.spellings.end());
   }
+  const std::string& tower = config->spellings.front().tower;
+  config->other_modules = {tower + names.patch};
+  if (config->vision->style.position_table) config->other_modules.push_back(tower + names.table);
   config->other_parts.clear();
+  // A head of the tower has no effect on the decoder's rows.
+  if (config->vision->style.pools_patches) {
+    for (const Spelling& spelling : config->spellings) {
+      config->other_parts.push_back(spelling.tower + "head.");
+    }
+  }
 }
 
 }  // namespace
@@ -416,9 +435,12 @@ bool ModelConfig::has_rotary_positions() const {
 
 void ModelConfig::DropVision() {
   if (!vision) return;
-  std::vector<adapter::BaseModule> modules = model::ListModules(*this, spellings.front());
-  modules.erase(modules.begin(), modules.begin() + head + 1);
-  for (adapter::BaseModule& module : modules) other_modules.push_back(std::move(module.name));
+  for (const Spelling& names : spellings) {
+    if (!absl::StartsWith(names.tower, "model.")) continue;
+    std::vector<adapter::BaseModule> modules = model::ListModules(*this, names);
+    modules.erase(modules.begin(), modules.begin() + head + 1);
+    for (adapter::BaseModule& module : modules) other_modules.push_back(std::move(module.name));
+  }
   std::sort(other_modules.begin(), other_modules.end());
   SetOtherParts(this);
   vision.reset();

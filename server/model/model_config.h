@@ -90,11 +90,12 @@ struct LayerSpec {
 };
 
 // The names of modules: body + "layers.3.mlp.up_proj", body + "embed_tokens", head,
-// tower + "blocks.3.attn.qkv".
+// tower + "blocks.3.attn.qkv", projector + "mm_soft_emb_norm".
 struct Spelling {
   std::string body;
   std::string head;
   std::string tower = "";
+  std::string projector = "";  // of tensors alone
 };
 
 struct ModelConfig {

@@ -37,6 +37,7 @@ void VisionConfig::NumberModules(int next) {
     if (style.gated()) block.up = next++;
     block.fc2 = next++;
   }
+  if (style.pools_patches) return;
   if (style.joins_patches) merger.join = next++;
   merger.fc1 = next++;
   merger.fc2 = next++;
@@ -68,6 +69,7 @@ void VisionConfig::ListModules(const std::string& prefix,
     if (style.gated()) linear(blocks[i].up, name + names.up, i, inner, width);
     linear(blocks[i].fc2, name + names.fc2, i, width, inner);
   }
+  if (style.pools_patches) return;
   const auto merging = [&](const MergerSpec& spec, const std::string& fc1, const std::string& fc2,
                            int layer) {
     linear(spec.fc1, fc1, layer, merger_inner(), style.joins_patches ? width : merged_width());
@@ -129,6 +131,7 @@ TableTaps TapsOf(const VisionConfig& vision, const ImageGrid& grid, const PatchP
 
 void FillPatchAngles(const VisionConfig& vision, const PatchPlace& place, float* cos, float* sin) {
   const int64_t quarter = vision.head_dim() / 4;
+  const float turns = vision.style.rotary ? 1.0f : 0.0f;
   // theta to the power of -2i / head_dim.
   const auto inverse = [&](int64_t i) {
     const auto exponent = static_cast<float>(i) / static_cast<float>(2 * quarter);
@@ -136,8 +139,8 @@ void FillPatchAngles(const VisionConfig& vision, const PatchPlace& place, float*
   };
   for (int64_t i = 0; i < quarter; ++i) {
     const int64_t column = vision.style.axes_by_turns ? 2 * i + 1 : 2 * i;
-    const float by_row = static_cast<float>(place.row) * inverse(2 * i);
-    const float by_column = static_cast<float>(place.column) * inverse(column);
+    const float by_row = turns * static_cast<float>(place.row) * inverse(2 * i);
+    const float by_column = turns * static_cast<float>(place.column) * inverse(column);
     cos[i] = std::cos(by_row);
     sin[i] = std::sin(by_row);
     cos[quarter + i] = std::cos(by_column);

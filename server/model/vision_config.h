@@ -34,6 +34,10 @@ struct TowerStyle {
   // Rows and columns take the frequencies of a whole head by turns; else each takes those of half.
   bool axes_by_turns = false;
   bool joins_patches = false;  // MergerSpec::join
+  bool rotary = true;          // of queries and keys
+  // In place of the merger's linears: the mean of a token's normed patches, a root mean square norm
+  // (1 + its tensor), and a product that no adapter changes.
+  bool pools_patches = false;
 
   bool gated() const { return mlp != kGeluTanh; }
 
@@ -61,6 +65,12 @@ struct TowerNames {
   const char* merger_join = "";
   const char* merger_fc1 = "merger.linear_fc1";
   const char* merger_fc2 = "merger.linear_fc2";
+  // With pools_patches, after Spelling::projector.
+  const char* pooled_norm = "";
+  const char* projection = "";
+  // Another prefix that files and adapters have in place of `part`; "": none.
+  const char* other_part = "";
+  const char* projector = "";  // the prefix of the projector, if it is not the tower's
 };
 
 // Modules by their ids, as in LayerSpec.
@@ -91,10 +101,13 @@ struct VisionConfig {
   int64_t merge = 0;           // patches on a side of a token
   int64_t window = 0;          // tokens on a side of a window
   int64_t table_side = 0;      // the position table is square
+  int64_t fixed_side = 0;      // of every image, in patches; 0: any
   double norm_eps = 1e-6;
   double merger_eps = 1e-6;
   bool merger_bias = true;  // of fc1 and fc2
   bool row_breaks = false;  // in prompts a text token stands between the rows of an image's tokens
+  // In the decoder the rows of an image see each other.
+  bool bidirectional = false;
   double theta = 10000.0;
   int32_t image_token_id = 0;
   BytePixels byte_pixels;
@@ -113,11 +126,13 @@ struct VisionConfig {
 
   int num_modules() const {
     const size_t of_block = 4 + (style.split_qkv ? 2 : 0) + (style.gated() ? 1 : 0);
+    if (style.pools_patches) return static_cast<int>(of_block * blocks.size());
     const size_t of_mergers = 2 * (1 + deepstack_mergers.size()) + (style.joins_patches ? 1 : 0);
     return static_cast<int>(of_block * blocks.size() + of_mergers);
   }
   // Of a module of the tower.
   bool has_bias(int id) const {
+    if (style.pools_patches) return style.block_bias;
     if (id < (style.joins_patches ? merger.join : merger.fc1)) return style.block_bias;
     return merger_bias && !(style.joins_patches && id == merger.join);
   }

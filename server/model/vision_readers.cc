@@ -149,6 +149,23 @@ void ReadWindows(Fields& fields, VisionConfig* vision) {
   }
 }
 
+// Images have one size: a square of patches, and a square of tokens.
+void ReadPool(Fields& root, Fields& fields, VisionConfig* vision) {
+  const int64_t pixels = fields.Int("image_size", 224, {1, 1 << 20});
+  const int64_t tokens = root.Int("mm_tokens_per_image", 256, {1, 1 << 20});
+  if (vision->patch == 0 || pixels == 0 || tokens == 0) return;
+  vision->fixed_side = vision->table_side = pixels / vision->patch;
+  const int64_t side = std::llround(std::sqrt(static_cast<double>(tokens)));
+  vision->merge = std::max<int64_t>(1, vision->fixed_side / side);
+  if (vision->fixed_side * vision->patch != pixels) {
+    fields.Invalid("image_size", absl::StrCat("must be a multiple of patch_size (", vision->patch,
+                                              "), not ", pixels));
+  } else if (side * side != tokens || vision->merge * side != vision->fixed_side) {
+    root.Invalid("mm_tokens_per_image", absl::StrCat("must be a square whose side divides ",
+                                                     vision->fixed_side, " patches, not ", tokens));
+  }
+}
+
 }  // namespace
 
 VisionConfig ReadQwen3Vision(Fields& root, const ModelConfig& text) {
@@ -248,6 +265,46 @@ VisionConfig ReadMistral3Vision(Fields& root, const ModelConfig& text) {
                   .merger_join = "multi_modal_projector.patch_merger.merging_layer",
                   .merger_fc1 = "multi_modal_projector.linear_1",
                   .merger_fc2 = "multi_modal_projector.linear_2"};
+  return vision;
+}
+
+VisionConfig ReadGemma3Vision(Fields& root, const ModelConfig& text) {
+  static constexpr const char* kTypes[] = {"siglip_vision_model"};
+  Fields fields = root.Child("vision_config");
+  VisionConfig vision;
+  CheckType(fields, kTypes);
+  CheckActivation(fields, "hidden_act", "gelu_pytorch_tanh");
+  vision.width = fields.Int("hidden_size", 768, kWidths);
+  vision.inner = fields.Int("intermediate_size", 3072, kWidths);
+  ReadHeads(fields, "num_attention_heads", &vision);
+  vision.channels = fields.Int("num_channels", 3, kSides);
+  vision.patch = fields.Int("patch_size", 16, kSides);
+  vision.temporal_patch = 1;
+  vision.output = text.hidden_size;
+  vision.blocks.resize(fields.Int("num_hidden_layers", 12, kCounts));
+  vision.norm_eps = vision.merger_eps = fields.Number("layer_norm_eps", 1e-6, {0.0, 0.1});
+  ReadPool(root, fields, &vision);
+  vision.bidirectional = true;
+  vision.image_token_id =
+      static_cast<int32_t>(root.Int("image_token_index", 262144, {0, INT32_MAX}));
+  vision.style = {.split_qkv = true, .flat_patches = true, .rotary = false, .pools_patches = true};
+  vision.names = {.part = "vision_tower.",
+                  .patch = "embeddings.patch_embedding",
+                  .table = "embeddings.position_embedding",
+                  .blocks = "encoder.layers.",
+                  .norm1 = ".layer_norm1",
+                  .qkv = ".self_attn.q_proj",
+                  .k = ".self_attn.k_proj",
+                  .v = ".self_attn.v_proj",
+                  .proj = ".self_attn.out_proj",
+                  .norm2 = ".layer_norm2",
+                  .fc1 = ".mlp.fc1",
+                  .fc2 = ".mlp.fc2",
+                  .merger_norm = "post_layernorm",
+                  .pooled_norm = "mm_soft_emb_norm",
+                  .projection = "mm_input_projection_weight",
+                  .other_part = "vision_tower.vision_model.",
+                  .projector = "multi_modal_projector."};
   return vision;
 }
 

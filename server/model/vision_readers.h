@@ -12,5 +12,6 @@ VisionConfig ReadQwen3Vision(Fields& root, const ModelConfig& text);
 VisionConfig ReadQwen35Vision(Fields& root, const ModelConfig& text);
 VisionConfig ReadQwen25Vision(Fields& root, const ModelConfig& text);
 VisionConfig ReadMistral3Vision(Fields& root, const ModelConfig& text);
+VisionConfig ReadGemma3Vision(Fields& root, const ModelConfig& text);
 
 }  // namespace dorad::model

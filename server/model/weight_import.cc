@@ -25,9 +25,15 @@ std::string HeadOf(const Spelling& names) { return names.head + ".weight"; }
 
 // The spelling of the checkpoint's names.
 const Spelling& SpellingOf(const Checkpoint& checkpoint, const ModelConfig& config) {
+  const Spelling* best = nullptr;
   for (const Spelling& names : config.spellings) {
-    if (checkpoint.tensors().count(EmbeddingOf(names)) > 0) return names;
+    if (checkpoint.tensors().count(EmbeddingOf(names)) == 0) continue;
+    if (best == nullptr) best = &names;
+    if (!config.vision) break;
+    const std::string patch = absl::StrCat(names.tower, config.vision->names.patch, ".weight");
+    if (checkpoint.tensors().count(patch) > 0) return names;
   }
+  if (best != nullptr) return *best;
   return config.spellings.front();
 }
 
@@ -40,8 +46,9 @@ class SlotList {
       AddLayer(absl::StrCat(names.body, "layers.", i), i);
     AddMatrix(config.embedding);
     if (!config.tied_embeddings) AddMatrix(config.head);
-    AddNorm(names.body + "norm", WeightKind::kFinalNorm, 0, config.hidden_size);
-    if (config.vision) AddTower(*config.vision, names.tower);
+    AddNorm(names.body + "norm", WeightKind::kFinalNorm, 0, config.hidden_size,
+            config.norms_add_one);
+    if (config.vision) AddTower(*config.vision, names);
   }
 
   WeightSlots Take() { return std::move(slots_); }
@@ -58,7 +65,7 @@ class SlotList {
       AddLinear(id, layer.mlp.bias);
     }
     const auto norm = [&](const char* norm, WeightKind kind) {
-      AddNorm(name + norm, kind, index, config_.hidden_size);
+      AddNorm(name + norm, kind, index, config_.hidden_size, config_.norms_add_one);
     };
     norm(".input_layernorm", WeightKind::kAttentionNorm);
     if (layer.output_norms) {
@@ -74,8 +81,9 @@ class SlotList {
     for (const int id : {attention.q, attention.k, attention.v}) AddLinear(id, attention.qkv_bias);
     AddLinear(attention.o, attention.output_bias);
     if (!attention.qk_norm) return;
-    AddNorm(name + "q_norm", WeightKind::kQueryNorm, layer, config_.head_dim);
-    AddNorm(name + "k_norm", WeightKind::kKeyNorm, layer, config_.head_dim);
+    AddNorm(name + "q_norm", WeightKind::kQueryNorm, layer, config_.head_dim,
+            config_.norms_add_one);
+    AddNorm(name + "k_norm", WeightKind::kKeyNorm, layer, config_.head_dim, config_.norms_add_one);
   }
 
   void AddDelta(const std::string& name, const DeltaSpec& delta, int layer) {
@@ -98,11 +106,12 @@ class SlotList {
     if (bias) slots_[modules_[id].name + ".bias"] = {WeightKind::kBias, id, {modules_[id].rows}};
   }
 
-  void AddNorm(const std::string& name, WeightKind kind, int layer, int64_t size) {
-    slots_[name + ".weight"] = {kind, layer, {size}, DType::kF32, config_.norms_add_one};
+  void AddNorm(const std::string& name, WeightKind kind, int index, int64_t size, bool adds_one) {
+    slots_[name + ".weight"] = {kind, index, {size}, DType::kF32, adds_one};
   }
 
-  void AddTower(const VisionConfig& vision, const std::string& name) {
+  void AddTower(const VisionConfig& vision, const Spelling& spelling) {
+    const std::string& name = spelling.tower;
     const std::string patch = name + vision.names.patch;
     std::vector<int64_t> shape = {vision.width, vision.channels, vision.temporal_patch,
                                   vision.patch, vision.patch};
@@ -135,6 +144,11 @@ class SlotList {
       norm(absl::StrCat("deepstack_merger_list.", i, ".norm"), vision.merged_width());
     }
     if (vision.style.patch_norm) norm(vision.names.patch_norm, vision.width);
+    if (!vision.style.pools_patches) return;
+    AddNorm(spelling.projector + vision.names.pooled_norm, WeightKind::kTowerNorm, next,
+            vision.width, /*adds_one=*/true);
+    slots_[spelling.projector + vision.names.projection] = {
+        WeightKind::kProjection, 0, {vision.width, vision.output}};
   }
 
   const ModelConfig& config_;

@@ -34,12 +34,13 @@ enum class WeightKind {
   kDeltaTimeBias,
   kDeltaNorm,
   // of the tower: the patches' projection, the position table, and norms (two of each block, then
-  // the mergers', then the patches')
+  // the mergers', then the patches', then the pooled patches')
   kPatchMatrix,
   kPatchBias,
   kPositionTable,
   kTowerNorm,
   kTowerNormBias,
+  kProjection,  // of pooled patches: [width, hidden_size], without a module
 };
 
 struct WeightSlot {

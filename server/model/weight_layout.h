@@ -23,7 +23,8 @@ struct PlacedTensor {
 struct LaidOutTensor {
   std::string name;
   CheckpointTensor checkpoint;
-  // nullopt: without an effect on the result and not held, or held as 1 + the tensor.
+  // nullopt: without an effect on the result and not held, or held otherwise: as 1 + the tensor,
+  // or transposed.
   std::optional<PlacedTensor> place;
 };
 

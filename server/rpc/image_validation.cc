@@ -99,14 +99,24 @@ class ImageReader {
                       absl::StrCat("[", absl::StrJoin(grid, ", "),
                                    "]: height and width must be multiples of ", merge));
     }
+    const auto side = static_cast<uint32_t>(limits_.fixed_side);
+    if (side > 0 && (grid[1] != side || grid[2] != side)) {
+      return Complain("grid", "IMAGE_GRID_INVALID",
+                      absl::StrCat("[", absl::StrJoin(grid, ", "), "]: images of this model have ",
+                                   side, " x ", side, " patches"));
+    }
     image->height = grid[1];
     image->width = grid[2];
+    image->bidirectional = limits_.bidirectional;
     image->rows = image->height / limits_.merge;
     image->columns = image->width / limits_.merge;
     image->row_breaks = limits_.row_breaks;
     if (image->tokens() > limits_.max_tokens) {
-      return Complain("grid", "IMAGE_TOO_LARGE",
-                      absl::StrCat(image->tokens(), " tokens are more than ", limits_.max_tokens));
+      return Complain(
+          "grid", "IMAGE_TOO_LARGE",
+          absl::StrCat(
+              image->tokens(), " tokens are more than ", limits_.max_tokens,
+              limits_.bidirectional ? " (limits.max_image_tokens, engine.max_step_tokens)" : ""));
     }
     if (wire_.length() != image->tokens()) {
       Complain("length", "IMAGE_LENGTH_MISMATCH",
@@ -215,6 +225,12 @@ void CheckPlace(const engine::PlacedImage& place, const std::string& field, cons
         absl::StrCat("tokens [", begin, ", ", end, ") are not within [", after, ", ", size,
                      "), after the image before"));
     return;
+  }
+  // The rows of an image see each other: a step that scores or samples its last one could not end
+  // elsewhere, and two images without text between them would be one.
+  if (place.image->bidirectional && (end == size || (*text.ids)[end] == limits.images.token_id)) {
+    return Add(violations, field + ".offset", "IMAGE_PLACE_INVALID",
+               absl::StrCat("a token of text must follow the image, at ", end));
   }
   const auto& placeholders = limits.image_token_ids;
   for (int64_t i = begin; i < end; ++i) {

@@ -155,7 +155,7 @@ def test_bf16_pixels_are_their_value(served):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"engine.max_step_tokens": 7},
+        {"engine.max_step_tokens": "few"},
         {"engine.prefix_cache": "false"},
         {"engine.kv_bytes": "1MiB"},
         {"engine.image_cache_bytes": 0},
@@ -164,6 +164,8 @@ def test_bf16_pixels_are_their_value(served):
     ids=str,
 )
 def test_bits_do_not_depend_on_chunks_pages_caches_and_neighbours(served, settings):
+    if settings.get("engine.max_step_tokens") == "few":  # one image of Gemma's, and little else
+        settings = {"engine.max_step_tokens": 18 if served.family == "gemma3" else 7}
     names = [None, "dora", "dora_tower"]
     prompts = [prompt_of(served.inputs(PROMPTS[name])) for name in PROMPTS]
     options = {"max_tokens": 8, "ignore_eos": True, "seed": 4, "logprobs": "raw", "n": 2}

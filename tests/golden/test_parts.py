@@ -54,12 +54,22 @@ def test_an_adapter_of_an_older_version_is_the_same_adapter(zoo, tmp_path, famil
     assert np.abs(scores[0].logprobs[1:] - base.logprobs[1:]).max() > 0.05
 
 
-def test_an_adapter_of_a_tower_that_is_not_served_is_refused_by_name(zoo, tmp_path):
+@pytest.fixture
+def text(zoo, tmp_path):
+    """A model of several parts whose configuration has no tower: its text is served."""
+    folder = shutil.copytree(zoo.model("gemma3"), tmp_path / "text")
+    config = json.loads((folder / "config.json").read_text())
+    del config["vision_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_an_adapter_of_a_tower_that_is_not_served_is_refused_by_name(zoo, text, tmp_path):
     folder = shutil.copytree(zoo.adapter("gemma3", "dora"), tmp_path / "tower")
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"exclude_modules": None}))
     with (
-        serve(zoo.model("gemma3")) as server,
+        serve(text) as server,
         Client(server.grpc) as client,
         pytest.raises(DoradError) as refusal,
     ):
@@ -95,8 +105,8 @@ def test_an_adapter_of_a_served_tower_is_whole(zoo, tmp_path, family):
     assert info.num_modules == len(linears)
 
 
-def test_a_prompt_with_an_image_is_refused_by_name(zoo):
-    with serve(zoo.model("gemma3")) as server:
+def test_a_prompt_with_an_image_is_refused_by_name(text):
+    with serve(text) as server:
         with pytest.raises(grpc.RpcError) as refusal:
             server.wire.generate([5, IMAGE, 6], max_tokens=2)
         assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT

@@ -11,11 +11,14 @@ import numpy as np
 import PIL.Image
 import torch
 
+from lib.server import device
 from lib.texts import make_tokenizer
 from lib.tiny_models import IMAGE
 
 # Those whose images are served.
-FAMILIES = ["qwen3_vl", "qwen25_vl", "mistral3", "qwen35"]
+FAMILIES = ["qwen3_vl", "qwen25_vl", "mistral3"]
+if device() == "cpu":
+    FAMILIES += ["gemma3", "qwen35"]
 
 # Of the tiny towers: pixels on a side of a patch, and patches on a side of a token.
 PATCH, MERGE = 2, 2
@@ -24,6 +27,8 @@ ELEMENTS = 24
 START, END = 1, 0
 # With Mistral: between the rows of an image.
 BREAK = 2
+# With Gemma every image has so many patches on a side.
+SIDE = 8
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,13 @@ class Picture:
 
 def inputs_of(family: str, parts: list) -> dict[str, torch.Tensor]:
     """A processor's result for a prompt: token ids, with pictures in between."""
-    of_mistral = family.startswith("mistral3")
+    of_mistral, of_gemma = family.startswith("mistral3"), family == "gemma3"
     ids: list[int] = []
     for part in parts:
         if isinstance(part, int):
             ids.append(part)
+        elif of_gemma:
+            ids += [START, *[IMAGE] * (SIDE // MERGE) ** 2, END]
         elif of_mistral:
             row = [*[IMAGE] * (part.width // MERGE), BREAK]
             ids += [*(row * (part.height // MERGE))[:-1], END]
@@ -54,8 +61,14 @@ def inputs_of(family: str, parts: list) -> dict[str, torch.Tensor]:
     inputs = {"input_ids": torch.tensor([ids])}
     pictures = [part for part in parts if isinstance(part, Picture)]
     if pictures:
-        inputs |= _padded(pictures) if of_mistral else _patches(pictures)
+        make = _padded if of_mistral else _squares if of_gemma else _patches
+        inputs |= make(pictures)
     return inputs
+
+
+def _squares(pictures: list[Picture]) -> dict[str, torch.Tensor]:
+    pixels = [each.random(3, SIDE * PATCH, SIDE * PATCH) for each in pictures]
+    return {"pixel_values": torch.stack(pixels)}
 
 
 def _patches(pictures: list[Picture]) -> dict[str, torch.Tensor]:
@@ -79,6 +92,8 @@ def for_oracle(inputs: dict[str, torch.Tensor], tokens: list[int]) -> dict[str, 
     values = {**inputs, "input_ids": ids}
     if "image_grid_thw" in inputs:
         values["mm_token_type_ids"] = (ids == IMAGE).int()
+    elif "pixel_values" in inputs and "image_sizes" not in inputs:
+        values["token_type_ids"] = (ids == IMAGE).int()
     return values
 
 

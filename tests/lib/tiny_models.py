@@ -158,8 +158,10 @@ def _gemma3_values(**changes) -> dict:
 def _gemma3() -> PretrainedConfig:
     return Gemma3Config(
         text_config=_gemma3_values(attention_bias=True),
-        vision_config=_tower(num_hidden_layers=2, num_attention_heads=2, image_size=16),
-        mm_tokens_per_image=4,
+        vision_config=_tower(
+            num_hidden_layers=2, num_attention_heads=2, image_size=16, vision_use_head=False
+        ),
+        mm_tokens_per_image=16,  # more than a window
         image_token_index=IMAGE,
         boi_token_index=1,
         eoi_token_index=0,
@@ -352,8 +354,8 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
             elif name.endswith("bias"):
                 normal(parameter, 0.2)
             elif parameter.ndim == 1:  # of a norm
-                adds_one = norm_mean == 0.0 and not name.endswith("linear_attn.norm.weight")
-                normal(parameter, 0.2, mean=0.0 if adds_one else 1.0)
+                is_plain = "vision_tower" in name or name.endswith("linear_attn.norm.weight")
+                normal(parameter, 0.2, mean=1.0 if is_plain else norm_mean)
             elif "embed_tokens" in name or "lm_head" in name:
                 normal(parameter, spread * parameter.shape[1] ** -0.5)
             elif (

@@ -78,11 +78,14 @@ def _split(inputs: Mapping[str, Any]) -> list[tuple[Grid, Any]]:
 
 
 def _cut(inputs: Mapping[str, Any], patch: int, merge: int) -> list[tuple[Grid, Any]]:
-    """Grid and patches of each image, of images that are padded to one size."""
+    """Grid and patches of each image; of Mistral's, images are padded to one size."""
     if patch < 1 or merge < 1:
         raise ValueError("images of this processor need patch_size and merge_size")
     images, cell = [], patch * merge
-    sizes = np.asarray(inputs["image_sizes"]).tolist()
+    sizes = inputs.get("image_sizes")
+    if sizes is None:
+        sizes = [image.shape[-2:] for image in inputs["pixel_values"]]
+    sizes = np.asarray(sizes).tolist()
     for (height, width), image in zip(sizes, inputs["pixel_values"], strict=True):
         if height % cell or width % cell:
             raise ValueError(f"{height} x {width} pixels are no tokens of {cell} x {cell}")
@@ -103,10 +106,12 @@ def from_processor(
     Args:
       inputs: the processor's result for one prompt: input_ids [1, tokens] or [tokens], and, if it
         has images, pixel_values [patches, elements] and image_grid_thw [images, 3]; of Mistral's
-        processor pixel_values [images, channels, height, width] and image_sizes [images, 2].
+        processor pixel_values [images, channels, height, width] and image_sizes [images, 2]; of
+        Gemma's the former alone.
       image_token_id: the placeholder, `processor.image_token_id`.
       patch_size, merge_size: `processor.patch_size` and `processor.spatial_merge_size` of
-        Mistral's processor, which leaves the cutting into patches to the model.
+        Mistral's processor, which leaves the cutting into patches to the model, as Gemma's does:
+        14 and 4.
 
     Raises:
       ValueError: the placeholders do not fit the images.
@@ -114,7 +119,7 @@ def from_processor(
     ids = np.asarray(inputs["input_ids"]).reshape(-1).astype(np.int32)
     if inputs.get("pixel_values") is None:
         return ids, []
-    if inputs.get("image_sizes") is None:
+    if inputs.get("image_grid_thw") is not None:
         parts = _split(inputs)
     else:
         parts = _cut(inputs, patch_size, merge_size)

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -33,7 +34,10 @@ DType FromScalarType(at::ScalarType type) {
 }
 
 at::ScalarType StorageType(const WeightSlot& slot, ops::ComputeDType compute) {
-  if (slot.kind != WeightKind::kMatrix && slot.kind != WeightKind::kPatchMatrix) return at::kFloat;
+  const bool is_matrix = slot.kind == WeightKind::kMatrix ||
+                         slot.kind == WeightKind::kPatchMatrix ||
+                         slot.kind == WeightKind::kProjection;
+  if (!is_matrix) return at::kFloat;
   if (compute == ops::ComputeDType::kBF16) return at::kBFloat16;
   return slot.dtype == DType::kBF16 ? at::kBFloat16 : at::kFloat;
 }
@@ -84,7 +88,8 @@ class TensorSink final : public WeightSink {
     for (const auto& [name, slot] : slots) {
       const at::ScalarType type = StorageType(slot, compute_);
       offsets[name] = end;
-      if (!slot.adds_one) places_[name] = {FromScalarType(type), end};
+      if (!slot.adds_one && slot.kind != WeightKind::kProjection)
+        places_[name] = {FromScalarType(type), end};
       const uint64_t size = static_cast<uint64_t>(slot.num_elements()) * at::elementSize(type);
       bytes_ += static_cast<int64_t>(size);
       end += (size + kAlignment - 1) / kAlignment * kAlignment;
@@ -100,6 +105,8 @@ class TensorSink final : public WeightSink {
     }
     if (config_.tied_embeddings) weights_.head.weight_OI = weights_.embedding_VD;
     if (config_.vision) {
+      at::Tensor& projection = weights_.vision.merger.projection.weight_OI;
+      if (projection.defined()) projection = projection.view({projection.size(1), -1});
       at::Tensor& patch = weights_.vision.patch.weight_OI;
       patch = patch.view({config_.vision->width, config_.vision->patch_elements()});
     }
@@ -110,6 +117,7 @@ class TensorSink final : public WeightSink {
                              absl::Span<const std::byte> block) override {
     const auto elements = static_cast<int64_t>(block.size() / SizeOf(slot.dtype));
     at::Tensor& whole = Place(slot);
+    if (slot.kind == WeightKind::kProjection) return WriteTransposed(slot, first_element, block);
     if (FromScalarType(whole.scalar_type()) == slot.dtype) {
       std::memcpy(static_cast<std::byte*>(whole.mutable_data_ptr()) +
                       static_cast<size_t>(first_element) * SizeOf(slot.dtype),
@@ -120,13 +128,38 @@ class TensorSink final : public WeightSink {
                                             at::TensorOptions(ToScalarType(slot.dtype)));
     at::Tensor target = whole.view({-1}).narrow(0, first_element, elements);
     target.copy_(source);
-    // A finite fp32 value near the limit becomes infinite in bf16.
-    if (slot.dtype != DType::kF32 || target.scalar_type() != at::kBFloat16) return true;
-    return !HasNonFinite({static_cast<const std::byte*>(target.const_data_ptr()), target.nbytes()},
-                         DType::kBF16);
+    return IsFinite(slot, target);
   }
 
  private:
+  // A finite fp32 value near the limit becomes infinite in bf16. stored: contiguous.
+  static bool IsFinite(const WeightSlot& slot, const at::Tensor& stored) {
+    if (slot.dtype != DType::kF32 || stored.scalar_type() != at::kBFloat16) return true;
+    return !HasNonFinite({static_cast<const std::byte*>(stored.const_data_ptr()), stored.nbytes()},
+                         DType::kBF16);
+  }
+
+  // Elements of [in, out] into [out, in].
+  bool WriteTransposed(const WeightSlot& slot, int64_t first_element,
+                       absl::Span<const std::byte> block) {
+    at::Tensor& whole = Place(slot);
+    const at::Tensor source =
+        at::from_blob(const_cast<std::byte*>(block.data()),
+                      {static_cast<int64_t>(block.size() / SizeOf(slot.dtype))},
+                      at::TensorOptions(ToScalarType(slot.dtype)))
+            .to(whole.scalar_type());
+    const at::Tensor by_input = whole.t();
+    const int64_t outputs = by_input.size(1);
+    for (int64_t done = 0; done < source.size(0);) {
+      const int64_t row = (first_element + done) / outputs;
+      const int64_t column = (first_element + done) % outputs;
+      const int64_t count = std::min(outputs - column, source.size(0) - done);
+      by_input.select(0, row).narrow(0, column, count).copy_(source.narrow(0, done, count));
+      done += count;
+    }
+    return IsFinite(slot, source);
+  }
+
   void PlaceTower(const VisionConfig& config) {
     VisionWeights& vision = weights_.vision;
     vision.blocks.resize(config.blocks.size());
@@ -150,6 +183,10 @@ class TensorSink final : public WeightSink {
       vision.norms.push_back(&merger.norm);
     };
     if (config.style.joins_patches) weights_.linears[config.merger.join] = &vision.merger.join;
+    if (config.style.pools_patches) {
+      vision.norms.insert(vision.norms.end(), {&vision.merger.norm, &vision.merger.pooled_norm});
+      return;
+    }
     place(config.merger, vision.merger);
     for (size_t i = 0; i < config.deepstack_mergers.size(); ++i) {
       place(config.deepstack_mergers[i], vision.deepstack_mergers[i]);
@@ -196,6 +233,8 @@ class TensorSink final : public WeightSink {
         return weights_.vision.norms[slot.index]->weight;
       case WeightKind::kTowerNormBias:
         return weights_.vision.norms[slot.index]->bias;
+      case WeightKind::kProjection:
+        return weights_.vision.merger.projection.weight_OI;
     }
     DORAD_CHECK(false);
   }

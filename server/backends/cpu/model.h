@@ -49,8 +49,9 @@ struct VisionBlockWeights {
 };
 
 struct MergerWeights {
-  TowerNormWeights norm;
+  TowerNormWeights norm, pooled_norm;
   ops::BaseLinear join, fc1, fc2;
+  ops::BaseLinear projection;  // of pooled patches
 };
 
 // Biases, norms and the position table are fp32.

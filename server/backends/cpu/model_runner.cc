@@ -62,6 +62,14 @@ std::vector<std::array<int64_t, 3>> RotaryPositions(const StepSequence& s) {
   return positions;
 }
 
+std::vector<int64_t> Reach(const StepSequence& s) {
+  std::vector<int64_t> reach;
+  for (size_t i = 0; i < s.tokens.size(); ++i) {
+    reach.push_back(s.images->LastSeenBy(s.position + static_cast<int64_t>(i)));
+  }
+  return reach;
+}
+
 // Returns the whole pages within the range to the system; they read as zeros when touched again.
 int64_t GiveBack(std::byte* begin, std::byte* end) {
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
@@ -83,6 +91,7 @@ class CpuModelRunner final : public ModelRunner {
         kv_pages_(kv_pages) {
     if (!model.config().vision) return;
     first_tower_module_ = model.config().head + 1;
+    bidirectional_ = model.config().vision->bidirectional;
     encoder_.emplace(model);
   }
 
@@ -164,13 +173,14 @@ class CpuModelRunner final : public ModelRunner {
       const int64_t begin = batch.row_begin[i];
       std::transform(s.tokens.begin(), s.tokens.end(), token_ids.data_ptr<int32_t>() + begin,
                      [](TokenId id) { return std::max(id, 0); });
-      rows.push_back({begin, static_cast<int64_t>(s.tokens.size()), s.position, s.pages, {}});
+      rows.push_back({begin, static_cast<int64_t>(s.tokens.size()), s.position, s.pages, {}, {}});
       if (!s.state.empty()) {
         states.push_back({s.state, s.state_from});
         if (s.state_from.empty() && s.position > 0) states.back().from = s.state;
       }
       if (s.images == nullptr) continue;
       AppendImageRows(s, begin, &images);
+      if (bidirectional_) rows.back().reach = Reach(s);
       if (has_rotary_positions_) rows.back().rotary = RotaryPositions(s);
     }
     const at::Tensor hidden =
@@ -212,6 +222,7 @@ class CpuModelRunner final : public ModelRunner {
   std::optional<model::VisionEncoder> encoder_;  // with a tower
   int first_tower_module_ = 0;
   const bool has_rotary_positions_;
+  bool bidirectional_ = false;  // VisionConfig's
   const int64_t vocab_size_;
   std::vector<ops::PagedKv> kv_;
   const int64_t kv_pages_;

@@ -40,7 +40,8 @@ Segments SegmentsOf(absl::Span<const int64_t> lengths, int64_t frames) {
   for (int64_t f = 0; f < frames; ++f) {
     int64_t place = 0;
     for (const int64_t length : lengths) {
-      ops::SequenceRows part{row, length, /*position=*/0, free.first(pages_of(length)), {}};
+      ops::SequenceRows part{row, length, /*position=*/0, free.first(pages_of(length)), {}, {}};
+      part.reach.assign(static_cast<size_t>(length), length - 1);
       for (int64_t i = 0; i < length; ++i, ++place) part.rotary.push_back({place, place, place});
       segments.sequences.push_back(std::move(part));
       free.remove_prefix(pages_of(length));
@@ -118,8 +119,12 @@ class VisionEncoder::Pass {
   // The norm of a deepstack merger is that of whole tokens. The result is in the processor's order.
   at::Tensor Merge(const at::Tensor& x_PW, const MergerSpec& spec, const MergerWeights& w,
                    bool deepstack) const {
-    const at::Tensor tokens = x_PW.view({-1, config_.merged_width()});
     const double eps = config_.merger_eps;
+    if (config_.style.pools_patches) {
+      const at::Tensor pooled = Pool(Norm(x_PW, w.norm, config_.norm_eps));
+      return Project(ops::RmsNorm(pooled, w.pooled_norm.weight, eps), w.projection, nullptr);
+    }
+    const at::Tensor tokens = x_PW.view({-1, config_.merged_width()});
     at::Tensor inner =
         deepstack ? Norm(tokens, w.norm, eps) : Norm(x_PW, w.norm, eps).view_as(tokens);
     if (config_.style.joins_patches) inner = Linear(ByChannel(inner), w.join, spec.join);
@@ -145,6 +150,15 @@ class VisionEncoder::Pass {
   // Row i of the result is row order[i].
   static at::Tensor InOrder(const at::Tensor& rows, const std::vector<int64_t>& order) {
     return rows.index_select(0, at::tensor(order));
+  }
+
+  // The mean of each token's patches, added in their order.
+  at::Tensor Pool(const at::Tensor& x_PW) const {
+    const int64_t of_token = config_.merge * config_.merge;
+    const at::Tensor patches = x_PW.view({-1, of_token, config_.width});
+    at::Tensor sum = patches.select(1, 0).clone();
+    for (int64_t i = 1; i < of_token; ++i) sum.add_(patches.select(1, i));
+    return sum.div_(static_cast<double>(of_token));
   }
 
   // The elements of a token's patches, channel by channel.
@@ -190,7 +204,8 @@ class VisionEncoder::Pass {
     }
     ops::RopeAndAppend(q, k, v, rope_, seen.sequences, kv_);
     const double scale = 1.0 / std::sqrt(static_cast<double>(config_.head_dim()));
-    return ops::FullAttention(q, kv_, seen.sequences, scale).view({rows_, config_.width});
+    return ops::PagedAttention(q, kv_, seen.sequences, scale, /*window=*/0)
+        .view({rows_, config_.width});
   }
 
   at::Tensor Norm(const at::Tensor& x, const TowerNormWeights& w, double eps) const {
@@ -235,6 +250,8 @@ at::Tensor VisionEncoder::Encode(const at::Tensor& patches_PE, const ImageGrid& 
   const VisionWeights& weights = model_.weights().vision;
   DORAD_CHECK(grid.frames > 0 && grid.height > 0 && grid.width > 0);
   DORAD_CHECK(grid.height % config.merge == 0 && grid.width % config.merge == 0);
+  DORAD_CHECK(config.fixed_side == 0 ||
+              (grid.height == config.fixed_side && grid.width == config.fixed_side));
   DORAD_CHECK(patches_PE.sizes() ==
               at::IntArrayRef({config.patches(grid), config.patch_elements()}));
   Pass pass(model_, grid, adapter);

@@ -65,6 +65,8 @@ absl::Status CheckTower(const model::VisionConfig& vision) {
   if (!kernels::HasSegmentAttention(vision.head_dim())) {
     problem = absl::StrCat("heads of ", vision.head_dim(),
                            " elements: on a GPU the size is a multiple of 8 and at most 128");
+  } else if (vision.bidirectional || vision.style.pools_patches) {
+    problem = "images whose rows see each other: on a GPU only the text is served";
   } else if (kLeastRows % (vision.merge * vision.merge) != 0) {
     problem = absl::StrCat("tokens of ", vision.merge, " x ", vision.merge, " patches");
   } else if (vision.merged_width() > 8192) {

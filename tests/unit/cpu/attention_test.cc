@@ -54,7 +54,8 @@ struct Slice {
 };
 
 std::vector<at::Tensor> RunStep(const std::vector<Slice>& slices, const RopeTable& rope,
-                                PagedKv& kv, int64_t window) {
+                                PagedKv& kv, int64_t window,
+                                const std::vector<int64_t>& reach = {}) {
   std::vector<at::Tensor> q, k, v;
   std::vector<SequenceRows> rows;
   int64_t next = 0;
@@ -62,7 +63,8 @@ std::vector<at::Tensor> RunStep(const std::vector<Slice>& slices, const RopeTabl
     q.push_back(s.sequence->q.slice(0, s.begin, s.end));
     k.push_back(s.sequence->k.slice(0, s.begin, s.end));
     v.push_back(s.sequence->v.slice(0, s.begin, s.end));
-    rows.push_back({next, s.end - s.begin, s.begin, s.sequence->pages});
+    rows.push_back({next, s.end - s.begin, s.begin, s.sequence->pages, {}, {}});
+    if (!reach.empty()) rows.back().reach.assign(reach.begin() + s.begin, reach.begin() + s.end);
     next += s.end - s.begin;
   }
   at::Tensor q_all = at::cat(q).contiguous(), k_all = at::cat(k).contiguous();
@@ -76,7 +78,8 @@ std::vector<at::Tensor> RunStep(const std::vector<Slice>& slices, const RopeTabl
   return parts;
 }
 
-at::Tensor Expected(const Sequence& s, const RopeTable& rope, int64_t window, bool bf16) {
+at::Tensor Expected(const Sequence& s, const RopeTable& rope, int64_t window, bool bf16,
+                    const at::Tensor& reach = {}) {
   const int64_t n = s.length();
   const int64_t group = s.q.size(1) / s.k.size(1);
   const auto stored = [&](const at::Tensor& t) {
@@ -90,7 +93,7 @@ at::Tensor Expected(const Sequence& s, const RopeTable& rope, int64_t window, bo
   const at::Tensor v = stored(s.v);
   at::Tensor scores = at::matmul(q, k.transpose(1, 2)) / std::sqrt(s.q.size(2));
   const at::Tensor i = at::arange(n).unsqueeze(1), j = at::arange(n).unsqueeze(0);
-  at::Tensor hidden = j > i;
+  at::Tensor hidden = j > (reach.defined() ? reach.unsqueeze(1) : i);
   if (window > 0) hidden = hidden | (j <= i - window);
   scores = scores.masked_fill(hidden, -INFINITY);
   return at::matmul(at::softmax(scores, -1), v).transpose(0, 1);
@@ -108,6 +111,32 @@ std::vector<int32_t> Pages(int32_t first, int64_t tokens) {
 }
 
 class AttentionTest : public VariantTest {};
+
+// Rows [20, 52) and [70, 90) see each other.
+TEST_P(AttentionTest, ARowSeesUpToItsReach) {
+  at::manual_seed(4);
+  std::vector<int64_t> reach(100);
+  std::iota(reach.begin(), reach.end(), 0);
+  std::fill(reach.begin() + 20, reach.begin() + 52, 51);
+  std::fill(reach.begin() + 70, reach.begin() + 90, 89);
+  for (Heads h : {Heads{4, 2, 16}, {8, 1, 24}, {14, 2, 8}}) {
+    const RopeTable rope = MakeRope(100, h.dim);
+    for (int64_t window : {0, 1, 8, 40}) {
+      const Sequence s(h, 100, Pages(3, 100));
+      PagedKv kv = DirtyKv(20, h, ComputeDType::kF32);
+      const at::Tensor whole = RunStep({{&s, 0, 100}}, rope, kv, window, reach)[0];
+      const at::Tensor expected = Expected(s, rope, window, false, at::tensor(reach));
+      EXPECT_LT((whole - expected).abs().max().item<double>(), 3e-6) << window;
+      PagedKv other = DirtyKv(20, h, ComputeDType::kF32);
+      std::vector<at::Tensor> parts;
+      const int64_t ends[] = {0, 7, 52, 70, 95, 100};
+      for (int i = 0; i < 5; ++i) {
+        parts.push_back(RunStep({{&s, ends[i], ends[i + 1]}}, rope, other, window, reach)[0]);
+      }
+      EXPECT_TRUE(SameBits(whole, at::cat(parts))) << window;
+    }
+  }
+}
 
 TEST_P(AttentionTest, AgreesWithADenseSoftmaxInDouble) {
   at::manual_seed(1);

@@ -42,6 +42,24 @@ TEST(PromptImages, TextGoesOnBehindTheLargestPositionOfAnImage) {
   EXPECT_EQ(At(images, 20), (Position{17, 17, 17}));
 }
 
+TEST(PromptImages, RowsOfABidirectionalImageSeeItsLast) {
+  const auto first = Picture('a', 2, 3), second = Picture('b', 2, 2), third = Picture('c', 1, 3);
+  first->bidirectional = third->bidirectional = true;
+  const PromptImages images({{2, first}, {9, second}, {14, third}});
+  std::vector<int64_t> seen;
+  for (int64_t i = 0; i < 19; ++i) seen.push_back(images.LastSeenBy(i));
+  EXPECT_THAT(seen, ElementsAre(0, 1, 7, 7, 7, 7, 7, 7, 8, 9, 10, 11, 12, 13, 16, 16, 16, 17, 18));
+}
+
+TEST(PromptImages, AStepEndsBeforeOrAfterABidirectionalImage) {
+  const auto first = Picture('a', 2, 2), second = Picture('b', 2, 2);
+  first->bidirectional = true;
+  const PromptImages images({{2, first}, {7, second}});
+  std::vector<int64_t> ends;
+  for (int64_t end = 0; end < 10; ++end) ends.push_back(images.StepEnd(end));
+  EXPECT_THAT(ends, ElementsAre(0, 1, 2, 2, 2, 2, 6, 7, 8, 9));
+}
+
 TEST(PromptImages, KeysStandForTheImagesTokens) {
   const PromptImages images({{1, Picture('a', 1, 2)}, {3, Picture('b', 1, 1)}});
   std::vector<TokenId> tokens = {5, 7, 7, 7, 5};

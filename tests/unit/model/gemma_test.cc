@@ -1,5 +1,6 @@
 // Gemma 3's text: both spellings of its configuration, and what is refused by name.
 
+#include "absl/strings/str_cat.h"
 #include "server/model/model_config.h"
 #include "tests/unit/support/model_folder.h"
 
@@ -39,9 +40,21 @@ json Published() {
           {"sliding_window", 1024}};
 }
 
+// Of 4B, 12B and 27B.
+json Siglip() {
+  return {{"model_type", "siglip_vision_model"},
+          {"hidden_size", 1152},
+          {"image_size", 896},
+          {"intermediate_size", 4304},
+          {"num_attention_heads", 16},
+          {"num_hidden_layers", 27},
+          {"patch_size", 14},
+          {"vision_use_head", false}};
+}
+
 json Whole(const json& text) {
   return {{"model_type", "gemma3"},      {"architectures", {"Gemma3ForConditionalGeneration"}},
-          {"text_config", text},         {"vision_config", {{"depth", 2}}},
+          {"text_config", text},         {"vision_config", Siglip()},
           {"image_token_index", 262144}, {"eos_token_id", {1, 106}}};
 }
 
@@ -92,6 +105,43 @@ TEST(GemmaTest, BothSpellingsAreTheSameModel) {
     EXPECT_THAT(whole.image_token_ids, ElementsAre(262144));
     EXPECT_THAT(whole.eos_token_ids, ElementsAre(1, 106));
   }
+}
+
+TEST(GemmaTest, HasATowerOfOneImageSize) {
+  const ModelConfig config = MustRead(Whole(Published()));
+  ASSERT_TRUE(config.vision.has_value());
+  const VisionConfig& vision = *config.vision;
+  EXPECT_EQ(vision.head_dim(), 72);
+  EXPECT_EQ(vision.output, 5376);
+  EXPECT_EQ(vision.fixed_side, 64);
+  EXPECT_EQ(vision.table_side, 64);
+  EXPECT_EQ(vision.merge, 4);
+  EXPECT_EQ(vision.tokens({1, 64, 64}), 256);
+  EXPECT_EQ(vision.patch_elements(), 3 * 14 * 14);
+  EXPECT_TRUE(vision.bidirectional);
+  const adapter::BaseModules modules = MakeModules(config);
+  EXPECT_EQ(vision.num_modules(), 162);
+  EXPECT_EQ(modules.size(), config.head + 1 + 162);
+  const int last = modules.Find("model.vision_tower.encoder.layers.26.mlp.fc2");
+  EXPECT_EQ(last, modules.size() - 1);
+  EXPECT_TRUE(vision.has_bias(last));
+  ASSERT_EQ(modules.spellings().size(), 5u);
+  const char* const older = "vision_tower.vision_model.encoder.layers.26.mlp.fc2";
+  EXPECT_EQ(modules.spellings()[2].Find(absl::StrCat("model.", older)), last);
+  EXPECT_EQ(modules.spellings()[3].Find(older), last);
+  EXPECT_TRUE(config.IsOfOtherPart("vision_tower.head.probe"));
+  EXPECT_FALSE(config.IsOfOtherPart("vision_tower.post_layernorm.weight"));
+}
+
+TEST(GemmaTest, ATowerWithoutRotaryPositionsTurnsNothing) {
+  const ModelConfig config = MustRead(Whole(Published()));
+  std::vector<float> cos(36), sin(36, 1.0f);
+  FillPatchAngles(*config.vision, {5, 60}, cos.data(), sin.data());
+  EXPECT_THAT(cos, ::testing::Each(1.0f));
+  EXPECT_THAT(sin, ::testing::Each(0.0f));
+  const TableTaps taps = TapsOf(*config.vision, {1, 64, 64}, {5, 60});
+  EXPECT_EQ(taps.rows[0], 5 * 64 + 60);
+  EXPECT_THAT(taps.weights, ElementsAre(1.0f, 0.0f, 0.0f, 0.0f));
 }
 
 TEST(GemmaTest, AbsentKeysHaveTransformersDefaults) {
@@ -175,6 +225,31 @@ INSTANTIATE_TEST_SUITE_P(
                 "rope_parameters.sliding_attention.rope_type",
                 kUnsupported}),
     [](const auto& info) { return std::string(info.param.name); });
+
+TEST(GemmaTest, RefusesTowersByName) {
+  struct Case {
+    const char* key;
+    json value;
+    const char* reason;
+  };
+  for (const Case& c : {Case{"model_type", "pixtral", "MODEL_UNSUPPORTED"},
+                        Case{"hidden_act", "gelu", "MODEL_UNSUPPORTED"},
+                        Case{"num_attention_heads", 7, "MODEL_CONFIG_INVALID"},
+                        Case{"image_size", 897, "MODEL_CONFIG_INVALID"},
+                        Case{"patch_size", 0, "MODEL_CONFIG_INVALID"},
+                        Case{"layer_norm_eps", 1.0, "MODEL_CONFIG_INVALID"}}) {
+    json config = Whole(Published());
+    config["vision_config"][c.key] = c.value;
+    const std::vector<Violation> violations = ViolationsOf(Read(config).status());
+    EXPECT_THAT(violations,
+                ElementsAre(Blames(absl::StrCat("config.json:vision_config.", c.key), c.reason)));
+  }
+  for (const int tokens : {0, 255, 400}) {
+    const json config = With(Whole(Published()), {{"mm_tokens_per_image", tokens}});
+    EXPECT_THAT(ViolationsOf(Read(config).status()),
+                ElementsAre(Blames("config.json:mm_tokens_per_image", "MODEL_CONFIG_INVALID")));
+  }
+}
 
 }  // namespace
 }  // namespace dorad::model

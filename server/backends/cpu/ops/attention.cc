@@ -33,6 +33,11 @@ void CheckSequences(absl::Span<const SequenceRows> sequences, int64_t rows, int6
     DORAD_CHECK(s.row_begin >= 0 && s.count >= 0 && s.row_begin + s.count <= rows);
     DORAD_CHECK(s.position >= 0);
     DORAD_CHECK(s.rotary.empty() || static_cast<int64_t>(s.rotary.size()) == s.count);
+    DORAD_CHECK(s.reach.empty() || static_cast<int64_t>(s.reach.size()) == s.count);
+    for (size_t i = 0; i < s.reach.size(); ++i) {
+      DORAD_CHECK(s.reach[i] >= s.position + static_cast<int64_t>(i));
+      DORAD_CHECK(s.reach[i] < s.position + s.count && (i == 0 || s.reach[i - 1] <= s.reach[i]));
+    }
     const int64_t used = (s.position + s.count + kPageTokens - 1) / kPageTokens;
     DORAD_CHECK(static_cast<int64_t>(s.pages.size()) >= used);
     for (int64_t p = 0; p < used; ++p) DORAD_CHECK(s.pages[p] >= 0 && s.pages[p] < pages);
@@ -160,32 +165,17 @@ void RopeAndAppend(at::Tensor& q_THD, at::Tensor& k_TKD, const at::Tensor& v_TKD
   }
 }
 
-namespace {
-
-at::Tensor Attend(const at::Tensor& q_THD, const PagedKv& kv,
-                  absl::Span<const SequenceRows> sequences, double softmax_scale,
-                  cpu::Visible visible) {
+at::Tensor PagedAttention(const at::Tensor& q_THD, const PagedKv& kv,
+                          absl::Span<const SequenceRows> sequences, double softmax_scale,
+                          int64_t window) {
   CheckHeads(q_THD, q_THD.size(0), q_THD.size(2));
-  DORAD_CHECK(kv.k.dim() == 4 && visible.window >= 0);
+  DORAD_CHECK(kv.k.dim() == 4 && window >= 0);
   CheckPages(kv, kv.k.size(1), q_THD.size(2));
   DORAD_CHECK(kv.k.size(1) > 0 && q_THD.size(1) % kv.k.size(1) == 0);
   CheckSequences(sequences, q_THD.size(0), kv.k.size(0));
   at::Tensor out = at::empty_like(q_THD);
-  cpu::PagedAttention(q_THD, kv, sequences, static_cast<float>(softmax_scale), visible, out);
+  cpu::PagedAttention(q_THD, kv, sequences, static_cast<float>(softmax_scale), window, out);
   return out;
-}
-
-}  // namespace
-
-at::Tensor PagedAttention(const at::Tensor& q_THD, const PagedKv& kv,
-                          absl::Span<const SequenceRows> sequences, double softmax_scale,
-                          int64_t window) {
-  return Attend(q_THD, kv, sequences, softmax_scale, {window, /*causal=*/true});
-}
-
-at::Tensor FullAttention(const at::Tensor& q_THD, const PagedKv& kv,
-                         absl::Span<const SequenceRows> sequences, double softmax_scale) {
-  return Attend(q_THD, kv, sequences, softmax_scale, {/*window=*/0, /*causal=*/false});
 }
 
 }  // namespace dorad::ops

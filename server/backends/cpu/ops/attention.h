@@ -41,6 +41,8 @@ struct SequenceRows {
   absl::Span<const int32_t> pages;
   // Three for each row (RopeTable::axes); empty: all are the row's position.
   std::vector<std::array<int64_t, 3>> rotary;
+  // The last position that each row sees, ascending; empty: its own.
+  std::vector<int64_t> reach;
 };
 
 // cos and sin of every position, [positions, width / 2] fp32 each. In the first `width` elements of
@@ -56,15 +58,11 @@ struct RopeTable {
 void RopeAndAppend(at::Tensor& q_THD, at::Tensor& k_TKD, const at::Tensor& v_TKD,
                    const RopeTable& rope, absl::Span<const SequenceRows> sequences, PagedKv& kv);
 
-// Causal attention of every row over its own sequence's positions [lo, p], where lo = 0, or
-// p - window + 1 when window > 0 (transformers' sliding_window: the last `window` positions, its
-// own included). Returns [T, H, D] fp32.
+// Attention of every row over its own sequence's positions [lo, hi], where lo = 0, or p - window +
+// 1 when window > 0 (transformers' sliding_window: the last `window` positions, its own included),
+// and hi = p or the row's reach. Returns [T, H, D] fp32.
 at::Tensor PagedAttention(const at::Tensor& q_THD, const PagedKv& kv,
                           absl::Span<const SequenceRows> sequences, double softmax_scale,
                           int64_t window);
-
-// The same where every row sees all positions of its sequence up to its last row here.
-at::Tensor FullAttention(const at::Tensor& q_THD, const PagedKv& kv,
-                         absl::Span<const SequenceRows> sequences, double softmax_scale);
 
 }  // namespace dorad::ops

@@ -42,7 +42,7 @@ struct States {
 class Attention {
  public:
   Attention(const at::Tensor& q, const PagedKv& kv, absl::Span<const SequenceRows> sequences,
-            float scale, Visible visible, at::Tensor& out)
+            float scale, int64_t window, at::Tensor& out)
       : kernels_(ActiveKernels()),
         q_(q.const_data_ptr<float>()),
         out_(out.mutable_data_ptr<float>()),
@@ -52,7 +52,7 @@ class Attention {
         dim_(q.size(2)),
         group_(heads_ / kv_heads_),
         scale_(scale),
-        visible_(visible) {
+        window_(window) {
     for (const SequenceRows& s : sequences) AddUnits(s);
   }
 
@@ -70,10 +70,10 @@ class Attention {
 
  private:
   int64_t Low(int64_t position) const {
-    return visible_.window > 0 ? std::max<int64_t>(0, position - visible_.window + 1) : 0;
+    return window_ > 0 ? std::max<int64_t>(0, position - window_ + 1) : 0;
   }
-  int64_t High(const SequenceRows& s, int64_t position) const {
-    return visible_.causal ? position : s.position + s.count - 1;
+  static int64_t High(const SequenceRows& s, int64_t row) {
+    return s.reach.empty() ? s.position + row : s.reach[static_cast<size_t>(row)];
   }
 
   void AddUnits(const SequenceRows& s) {
@@ -85,7 +85,7 @@ class Attention {
       for (int64_t begin = 0; begin < vectors; begin += step) {
         const int64_t end = std::min(begin + step, vectors);
         const int64_t low = Low(s.position + begin / group_);
-        const int64_t high = High(s, s.position + (end - 1) / group_);
+        const int64_t high = High(s, (end - 1) / group_);
         const int64_t first = low / kPartition;
         const int64_t partitions = high / kPartition - first + 1;
         units_.push_back({&s, h, begin, end, first, partitions});
@@ -101,10 +101,10 @@ class Attention {
     queries.head_dim = dim_;
     queries.scale = scale_;
     for (int i = 0; i < queries.count; ++i) {
-      const int64_t position = u.sequence->position + (u.begin + i) / group_;
+      const int64_t row = (u.begin + i) / group_;
       queries.q[i] = q_ + Offset(u, i);
-      queries.low[i] = Low(position);
-      queries.high[i] = High(*u.sequence, position);
+      queries.low[i] = Low(u.sequence->position + row);
+      queries.high[i] = High(*u.sequence, row);
     }
     return queries;
   }
@@ -200,7 +200,7 @@ class Attention {
   const int64_t dim_;
   const int64_t group_;
   const float scale_;
-  const Visible visible_;
+  const int64_t window_;
   std::vector<Unit> units_;
   int64_t longest_ = 0;  // partitions of a unit
   int64_t work_ = 0;     // elements of keys
@@ -209,9 +209,9 @@ class Attention {
 }  // namespace
 
 void PagedAttention(const at::Tensor& q_THD, const PagedKv& kv,
-                    absl::Span<const SequenceRows> sequences, float softmax_scale, Visible visible,
+                    absl::Span<const SequenceRows> sequences, float softmax_scale, int64_t window,
                     at::Tensor& out_THD) {
-  Attention(q_THD, kv, sequences, softmax_scale, visible, out_THD).Run();
+  Attention(q_THD, kv, sequences, softmax_scale, window, out_THD).Run();
 }
 
 }  // namespace dorad::ops::cpu
