@@ -372,5 +372,111 @@ TEST(KvPagesInChunks, KeepTheirBooksUnderRandomUse) {
   }
 }
 
+// A prefix of two pages with a state of two pages after it.
+struct KvPagesWithState : ::testing::Test {
+  KvPagesWithState() {
+    Fill(pages, root, Tokens(kKvPageTokens, 0), &held);
+    EXPECT_TRUE(pages.Allocate(1, &held));
+    EXPECT_TRUE(pages.Allocate(2, &state));
+    PrefixNode node = root;
+    std::vector<int32_t> first;
+    pages.MatchPrefix(absl::MakeConstSpan(tokens).first(kKvPageTokens), &node, &first);
+    pages.Release(&first);
+    pages.Register(node, absl::MakeConstSpan(tokens).subspan(kKvPageTokens, kKvPageTokens),
+                   held.back(), state);
+  }
+  ~KvPagesWithState() override {
+    pages.CheckIntegrity();
+    pages.Release(&held);
+    pages.Release(&state);
+    pages.CheckIntegrity();
+  }
+
+  // The pages and the state of what is found for these tokens.
+  std::pair<std::vector<int32_t>, std::vector<int32_t>> Find(const std::vector<TokenId>& wanted) {
+    std::pair<std::vector<int32_t>, std::vector<int32_t>> found;
+    PrefixNode node = root;
+    pages.MatchPrefix(wanted, &node, &found.first);
+    pages.CutToState(root, &found.first, &node, &found.second);
+    pages.CheckIntegrity();
+    std::vector<int32_t> pages_of_prefix = found.first, pages_of_state = found.second;
+    pages.Release(&pages_of_prefix);
+    pages.Release(&pages_of_state);
+    return found;
+  }
+
+  KvPages pages{8};
+  const PrefixNode root = PrefixRoot("", "");
+  const std::vector<TokenId> tokens = Tokens(3 * kKvPageTokens, 0);
+  std::vector<int32_t> held, state;
+};
+
+TEST_F(KvPagesWithState, AStateIsFoundWithItsPrefixOnly) {
+  const std::pair all(held, state);
+  const std::pair<std::vector<int32_t>, std::vector<int32_t>> none;
+  EXPECT_EQ(Find(tokens), all);
+  pages.Release(&held);
+  pages.Release(&state);
+  EXPECT_EQ(pages.cached(), 4);
+  EXPECT_EQ(Find(tokens), all);
+  EXPECT_EQ(Find(Tokens(2 * kKvPageTokens, 0)), all);
+  // Its first page alone has none.
+  EXPECT_EQ(Find(Tokens(kKvPageTokens, 0)), none);
+}
+
+TEST_F(KvPagesWithState, OthersMayReadACachedStateAndNobodyMayWriteIt) {
+  EXPECT_TRUE(pages.IsShared(state[0]));
+  std::vector<int32_t> fresh;
+  ASSERT_TRUE(pages.Allocate(1, &fresh));
+  EXPECT_FALSE(pages.IsShared(fresh[0]));
+  pages.Acquire(fresh[0]);
+  EXPECT_TRUE(pages.IsShared(fresh[0]));
+  pages.Release(fresh[0]);
+  pages.Release(&fresh);
+}
+
+TEST_F(KvPagesWithState, AStateIsForgottenAsAWhole) {
+  pages.Release(&state);  // the oldest of what can go
+  std::vector<int32_t> fresh;
+  ASSERT_TRUE(pages.Allocate(5, &fresh));  // four are free
+  EXPECT_EQ(pages.cached(), 0);
+  EXPECT_EQ(pages.free(), 1);
+  EXPECT_TRUE(Find(tokens).first.empty());
+  pages.Release(&fresh);
+}
+
+TEST_F(KvPagesWithState, AStateGoesWithItsPrefix) {
+  pages.Release(&held);
+  pages.Release(&state);
+  std::vector<int32_t> fresh;
+  ASSERT_TRUE(pages.Allocate(5, &fresh));  // evicts the end of the prefix
+  EXPECT_EQ(pages.cached(), 1);            // its first page
+  EXPECT_EQ(pages.free(), 2);
+  pages.Release(&fresh);
+}
+
+TEST_F(KvPagesWithState, AHeldStateOutlivesItsPrefix) {
+  pages.Release(&held);
+  std::vector<int32_t> fresh;
+  ASSERT_TRUE(pages.Allocate(6, &fresh));
+  EXPECT_EQ(pages.cached(), 0);
+  EXPECT_FALSE(pages.IsShared(state[0]));  // its holder's own again
+  pages.Release(&fresh);
+}
+
+TEST_F(KvPagesWithState, AnEqualPrefixKeepsItsState) {
+  std::vector<int32_t> other, other_state;
+  ASSERT_TRUE(pages.Allocate(1, &other));
+  ASSERT_TRUE(pages.Allocate(1, &other_state));
+  PrefixNode node = root;
+  std::vector<int32_t> first;
+  pages.MatchPrefix(absl::MakeConstSpan(tokens).first(kKvPageTokens), &node, &first);
+  pages.Register(node, absl::MakeConstSpan(tokens).subspan(kKvPageTokens, kKvPageTokens), other[0],
+                 other_state);
+  EXPECT_FALSE(pages.IsShared(other_state[0]));
+  EXPECT_EQ(Find(tokens), std::pair(held, state));
+  for (auto* list : {&first, &other, &other_state}) pages.Release(list);
+}
+
 }  // namespace
 }  // namespace dorad::engine
