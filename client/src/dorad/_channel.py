@@ -34,7 +34,7 @@ def channel_options(keepalive: float, extra: Sequence[tuple[str, Any]]) -> list[
         "grpc.keepalive_permit_without_calls": 0,
         "grpc.http2.max_pings_without_data": 0,
         "grpc.initial_reconnect_backoff_ms": 200,
-        "grpc.max_reconnect_backoff_ms": 5_000,
+        "grpc.max_reconnect_backoff_ms": 1_000,  # A server that returns is soon found.
         "grpc.min_reconnect_backoff_ms": 5_000,  # The time for a connection and its handshakes.
         "grpc.enable_retries": 0,  # _retry.py does it.
         "grpc.primary_user_agent": "dorad-python",

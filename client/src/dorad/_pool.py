@@ -271,14 +271,20 @@ class Pool(ServerSet):
     async def _generate(self, request: t.GenerateRequest, attempts: Attempts) -> list[t.Sample]:
         if request.request_id is None:  # One id for all attempts, as of a client.
             request = dataclasses.replace(request, request_id=uuid.uuid4().hex)
-        history = self._history.get(request.adapter or "")
-        mark = history.settled if history else 0
-        samples, server = await self._run(
+        samples, _ = await self._run(
             request.adapter or "",
             attempts,
-            lambda server, _: server.generate(self._addressed(request), attempts.budget.left),
+            lambda server, _: self._attempt(server, request, attempts.budget.left),
             _routing.home_key(request.adapter or "", request.token_ids),
         )
+        return samples
+
+    async def _attempt(
+        self, server: Server, request: t.GenerateRequest, timeout: float | None
+    ) -> list[t.Sample]:
+        history = self._history.get(request.adapter or "")
+        mark = history.settled if history else 0
+        samples = await server.generate(request, timeout)
         self._check(request, samples, server, history, mark)
         return samples
 
@@ -288,10 +294,6 @@ class Pool(ServerSet):
             (server for server in able if server.outstanding < most),
             key=lambda server: _routing.affinity(server.target, home),
         )
-
-    def _addressed(self, request: t.GenerateRequest) -> t.GenerateRequest:
-        """The request as it goes to a server, for each attempt."""
-        return request
 
     def _lacks(self, server: Server, adapter: str) -> None:
         if self._is_expected(adapter):

@@ -10,7 +10,7 @@ from dorad._aio.client import Client
 from dorad._arguments import items
 from dorad._asyncio import is_set_within
 from dorad._channel import closed
-from dorad._pool_server import LACKING, Server
+from dorad._pool_server import LACKING, Server, unavailable
 from dorad._retry import Attempts
 from dorad.errors import DoradError, Unavailable
 
@@ -86,7 +86,7 @@ class ServerSet:
         while True:
             able = self._able(tried)
             if not able:
-                none = Unavailable("no server of the pool is ready", code="UNAVAILABLE")
+                none = unavailable("no server of the pool is ready")
                 await self._wait(attempts, failure or none)
                 tried, failure = set(), None
                 continue

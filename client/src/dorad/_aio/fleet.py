@@ -91,7 +91,8 @@ class Fleet(Rollouts):
         Raises:
           Conflict: another process publishes this name; nothing has changed.
           InvalidArgument: the adapter is refused.
-          PoolError: too few members have it; nothing is activated.
+          PoolError: too few members have it; nothing is activated. Or, as its message says, it is
+            the fleet's, but no member has answered yet that it is active.
         """
         return await self._runner.run(self._pool.publish_release(name, timeout, options))
 

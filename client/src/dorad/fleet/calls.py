@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from dorad import types as t
 from dorad._aio.client import Client
 from dorad._channel import PROBE_SECONDS, Budget
 from dorad._publish import Upload
@@ -69,9 +70,10 @@ class ServerCalls:
             else:
                 return version.digest
 
-    async def activate(self, target: str, name: str, release: m.Release) -> None:
+    async def activate(self, target: str, name: str, release: m.Release) -> t.AdapterVersion:
         ref = f"{name}@{release.version}:{release.digest}"
-        await self._client(target).activate(ref, timeout=PROBE_SECONDS, retry_for=0)
+        answer = await self._client(target).activate(ref, timeout=PROBE_SECONDS, retry_for=0)
+        return answer.adapter
 
     async def retire(self, target: str, name: str, version: int) -> None:
         await self._client(target).retire(name, version, timeout=PROBE_SECONDS, retry_for=0)

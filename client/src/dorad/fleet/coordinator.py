@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dorad import types as t
 from dorad._pool_server import conflict, gather
 from dorad._routing import affinity
 from dorad.errors import DoradError, InvalidArgument, NotFound, PoolError
@@ -56,7 +57,7 @@ class Members(Protocol):
     async def fetch(self, target: str, name: str, release: m.Release, sender: str) -> str:
         """Makes `target` take the release from another member. Returns as `send`."""
 
-    async def activate(self, target: str, name: str, release: m.Release) -> None:
+    async def activate(self, target: str, name: str, release: m.Release) -> t.AdapterVersion:
         """Idempotent."""
 
     async def retire(self, target: str, name: str, version: int) -> None: ...
@@ -67,10 +68,15 @@ class Outcome:
     """A committed publish."""
 
     release: m.Release
-    active: tuple[str, ...]
-    """Members that have it active."""
+    active: Mapping[str, t.AdapterVersion]
+    """Of the members that have it active."""
     behind: Mapping[str, DoradError]
     """Members that do not: they get no prompts until they are reconciled."""
+
+
+def unknown(name: str) -> NotFound:
+    """The error of a name without a committed version."""
+    return NotFound(f"the fleet has no {name!r}", code="NOT_FOUND")
 
 
 class Coordinator:
@@ -97,6 +103,7 @@ class Coordinator:
         self._clock = clock
         self.name = name or uuid.uuid4().hex
         self._repairs: dict[str, asyncio.Future[None]] = {}
+        self._answered: set[str] = set()  # Members that answered since the last round.
 
     def _until(self) -> float:
         return self._clock() + self._lease
@@ -267,7 +274,7 @@ class Coordinator:
         done, late = await gather(
             {target: self._members.activate(target, name, release) for target in ready}
         )
-        return Outcome(release, tuple(done), {**failures, **late})
+        return Outcome(release, done, {**failures, **late})
 
     async def _undo(self, name: str, release: m.Release, targets: Iterable[str]) -> None:
         """Aborts a prepared release, unless another coordinator has decided on it."""
@@ -332,6 +339,7 @@ class Coordinator:
         """
         manifest = await self._store.read()
         held = {(h.name, h.version): h for h in await self._members.held(target, None)}
+        self._answered.add(target)
         for name, release in manifest.committed().items():
             await self._bring(target, name, release, held, manifest)
         for (name, version), has in held.items():
@@ -372,12 +380,16 @@ class Coordinator:
     async def _fetch_from_any(
         self, target: str, name: str, release: m.Release, manifest: m.Manifest
     ) -> str:
-        failure: DoradError = NotFound(
-            f"no live member has {name}@{release.version}", code="NOT_FOUND"
-        )
+        ref = f"{name}@{release.version}"
+        if not release.options.get("durable"):
+            raise NotFound(f"no member has kept the files of {ref}", code="NOT_FOUND")
+        failure: DoradError = NotFound(f"no live member has {ref}", code="NOT_FOUND")
         senders = [sender for sender in manifest.live(self._clock()) if sender != target]
         # Each member has another order, so that several do not ask the same one.
         for sender in sorted(senders, key=lambda sender: affinity(sender, target.encode()[-64:])):
+            found, _ = await self._held([sender], name)
+            if not any(h.version == release.version and h.ready for h in found.get(sender, ())):
+                continue  # The target would wait for its arrival there.
             try:
                 return await self._members.fetch(target, name, release, sender)
             except DoradError as error:
@@ -387,7 +399,7 @@ class Coordinator:
         raise failure
 
     async def tend(self) -> dict[str, DoradError | None]:
-        """Recovers what was left, repairs members and renews the leases of those that agree.
+        """Recovers what was left, repairs members and renews the leases of those that answer.
 
         Returns, for each member, why it must get no prompts; None: it has the fleet's versions.
         Empty while another coordinator does this. Call it about once a second.
@@ -404,11 +416,8 @@ class Coordinator:
             await asyncio.wait(self._repairs.values(), timeout=KEEPER_SECONDS / 3)
         reasons = {target: self._reason(target) for target in list(self._repairs)}
         late = self._clock() + self._lease / 2
-        renewed = {
-            target
-            for target, until in members.items()
-            if reasons.get(target, self) is None and until < late
-        }
+        renewed = {target for target in self._answered if members.get(target, late) < late}
+        self._answered.clear()
         if renewed:
             await change(
                 self._store,
@@ -468,7 +477,7 @@ class Coordinator:
         manifest = await self._store.read()
         committed = manifest.committed().get(name)
         if committed is None:
-            raise NotFound(f"the fleet has no {name!r}", code="NOT_FOUND")
+            raise unknown(name)
         number = committed.version
         await change(self._store, lambda manifest: m.retire(manifest, name, number))
         await gather(

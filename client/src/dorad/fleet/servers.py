@@ -11,24 +11,29 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from dorad import types as t
 from dorad._aio.client import Client
 from dorad._pool import Pool
-from dorad._pool_server import History, Server
+from dorad._pool_server import LACKING, History, Server
 from dorad._publish import Upload
 from dorad._retry import Attempts
-from dorad.errors import DeadlineExceeded, DoradError, Unavailable
+from dorad.errors import DeadlineExceeded, DoradError, PoolError, Unavailable
 from dorad.fleet import manifest as m
 from dorad.fleet.calls import ServerCalls
-from dorad.fleet.coordinator import Coordinator
+from dorad.fleet.coordinator import Coordinator, unknown
 from dorad.fleet.manifest_store import ManifestStore
 
 _logger = logging.getLogger("dorad")
 
 TEND_SECONDS = 1.0
 """Between two rounds of reading the manifest and repairing members."""
+
+
+def _is_name(ref: str | None) -> TypeGuard[str]:
+    """Whether a reference to an adapter names no version."""
+    return bool(ref and "@" not in ref)
 
 
 class FleetPool(Pool):
@@ -96,13 +101,13 @@ class FleetPool(Pool):
 
     async def _follow(self) -> None:
         """Takes members and versions from the manifest."""
-        manifest = self._manifest = await self._store.read()
+        manifest = await self._store.read()
+        if manifest.generation < self._manifest.generation:
+            return  # A read that began later has ended first.
+        self._manifest = manifest
         for target in manifest.members.keys() - self._servers.keys():
             self.add(target)
-        for target in self._servers.keys() - manifest.members.keys():
-            server = self._servers.pop(target)
-            server.removed = True
-            await server.client.close()
+        left = [self._servers.pop(at) for at in self._servers.keys() - manifest.members.keys()]
         committed = manifest.committed()
         for name in self._history.keys() - committed.keys():
             del self._history[name]
@@ -111,6 +116,9 @@ class FleetPool(Pool):
             if (release.version, release.digest) not in history.versions[-1:]:
                 history.versions.append((release.version, release.digest))
                 history.settle()
+        for server in left:
+            server.removed = True
+            await server.client.close()
 
     # --- What callers do --------------------------------------------------------------------------
 
@@ -155,8 +163,11 @@ class FleetPool(Pool):
             if target in self._servers:
                 self._servers[target].state = "unavailable"
             _logger.warning("%s is behind in the fleet: %s", target, error)
-        ref = f"{name}@{outcome.release.version}"
-        return await self._client((outcome.active or tuple(self._servers))[0]).adapter(ref)
+        if not outcome.active:
+            ref = f"{name}@{outcome.release.version}"
+            message = f"{ref} is committed, but no member has answered that it is active"
+            raise PoolError(message, dict(outcome.behind))
+        return next(iter(outcome.active.values()))
 
     async def retire_name(self, name: str) -> None:
         await self._coordinator.retire(name)
@@ -175,7 +186,25 @@ class FleetPool(Pool):
         ready = (server for server in self._servers.values() if server.state == "ready")
         return [server for server in ready if server not in tried]
 
+    async def _attempt(
+        self, server: Server, request: t.GenerateRequest, timeout: float | None
+    ) -> list[t.Sample]:
+        try:
+            return await super()._attempt(server, self._addressed(request), timeout)
+        except DoradError as error:
+            if error.reason in LACKING and _is_name(request.adapter):
+                # The manifest may have another version by now, or the member soon has this one.
+                error.retryable = True
+                with contextlib.suppress(OSError):
+                    await self._follow()
+            raise
+
     def _addressed(self, request: t.GenerateRequest) -> t.GenerateRequest:
-        if not request.adapter or request.in_flight_policy not in (None, "pin"):
+        adapter = request.adapter
+        if not _is_name(adapter):
             return request
-        return dataclasses.replace(request, adapter=self._manifest.pinned(request.adapter))
+        if adapter not in self._manifest.committed():
+            raise unknown(adapter)
+        if request.in_flight_policy not in (None, "pin"):
+            return request
+        return dataclasses.replace(request, adapter=self._manifest.pinned(adapter))

@@ -1,0 +1,71 @@
+"""Members that have lost versions, over a simulated network."""
+
+import asyncio
+
+from dorad.errors import DoradError
+from lib import fleet_simulation
+from lib.fleet_simulation import Disk, Network, Process, Store, files_of, now, run
+
+LEASE = 6.0
+
+
+async def fleet(count):
+    network = Network([f"t{n}" for n in range(count)])
+    process = Process(network, Store(), lease=LEASE)
+    await process.coordinator.join(network.servers)
+
+    async def tend():
+        while True:
+            await process.coordinator.tend()
+            await asyncio.sleep(1.0)
+
+    process.start(tend())
+    return network, process
+
+
+def lose_all(network, *targets):
+    """They restart without their disks."""
+    for target in targets:
+        network.servers[target].kill()
+        network.servers[target].disk = Disk()
+        network.servers[target].start()
+
+
+def active(network, target):
+    return network.servers[target].disk.active.get("a")
+
+
+def test_members_that_lack_a_version_are_not_asked_for_it(monkeypatch):
+    monkeypatch.setattr(fleet_simulation, "PEER_PATIENCE", 30.0)  # As servers wait for an arrival.
+
+    async def main():
+        network, process = await fleet(8)
+        await process.coordinator.publish("a", files_of("content"), {"durable": True})
+        lose_all(network, *[f"t{n}" for n in range(1, 8)])
+        began = now()
+        while {active(network, target) for target in network.servers} != {1}:
+            assert now() - began < 5.0
+            await asyncio.sleep(0.01)
+        await process.crash()
+
+    run(main())
+
+
+def test_a_version_that_nobody_has_kept_comes_with_the_next_publish():
+    async def main():
+        network, process = await fleet(3)
+        coordinator = process.coordinator
+        await coordinator.publish("a", files_of("first"), {"durable": False})
+        lose_all(network, "t2")
+        await asyncio.sleep(3 * LEASE)
+        assert active(network, "t2") is None
+        try:
+            await coordinator.reconcile("t2")
+        except DoradError as error:
+            assert "no member has kept the files of a@1" in error.message
+        outcome = await coordinator.publish("a", files_of("second"), {"durable": False})
+        assert outcome.active.keys() == {"t0", "t1", "t2"}
+        assert {active(network, target) for target in network.servers} == {2}
+        await process.crash()
+
+    run(main())
