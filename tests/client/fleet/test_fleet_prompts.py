@@ -109,6 +109,17 @@ def test_a_prompt_may_outlast_its_version(tmp_path):
             fleet.generate_many([[1]], adapter="a@3", max_tokens=1)
 
 
+def test_a_prompt_that_may_switch_versions_waits_for_the_fleets(tmp_path):
+    with FakeServer() as server, dorad.Fleet(tmp_path / "manifest", [server.target]) as fleet:
+        for _ in range(2):
+            fleet.publish("a", tensors=TENSORS, config={})
+        with dorad.Client(server.target) as client:
+            client.activate("a@1")  # As before the activation that follows a commit.
+        options = dict(in_flight_policy="switch_keep_kv", max_tokens=1, retry_for=60)
+        (samples,) = fleet.generate_many([[1]], adapter="a", **options)
+        assert [span.label for span in samples[0].spans] == ["a@2"]
+
+
 class Mute(FakeServer):
     """Tells nothing of single versions."""
 

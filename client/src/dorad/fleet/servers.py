@@ -19,7 +19,7 @@ from dorad._pool import Pool
 from dorad._pool_server import LACKING, History, Server
 from dorad._publish import Upload
 from dorad._retry import Attempts
-from dorad.errors import DeadlineExceeded, DoradError, PoolError, Unavailable
+from dorad.errors import DeadlineExceeded, DoradError, PoolError, Unavailable, UnexpectedVersion
 from dorad.fleet import manifest as m
 from dorad.fleet.calls import ServerCalls
 from dorad.fleet.coordinator import Coordinator, unknown
@@ -34,6 +34,11 @@ TEND_SECONDS = 1.0
 def _is_name(ref: str | None) -> TypeGuard[str]:
     """Whether a reference to an adapter names no version."""
     return bool(ref and "@" not in ref)
+
+
+def _is_pinned(request: t.GenerateRequest) -> bool:
+    """Whether one version makes all tokens."""
+    return request.in_flight_policy in (None, "pin")
 
 
 class FleetPool(Pool):
@@ -192,7 +197,8 @@ class FleetPool(Pool):
         try:
             return await super()._attempt(server, self._addressed(request), timeout)
         except DoradError as error:
-            if error.reason in LACKING and _is_name(request.adapter):
+            other = isinstance(error, UnexpectedVersion) and not _is_pinned(request)
+            if other or (error.reason in LACKING and _is_name(request.adapter)):
                 # The manifest may have another version by now, or the member soon has this one.
                 error.retryable = True
                 with contextlib.suppress(OSError):
@@ -205,6 +211,6 @@ class FleetPool(Pool):
             return request
         if adapter not in self._manifest.committed():
             raise unknown(adapter)
-        if request.in_flight_policy not in (None, "pin"):
+        if not _is_pinned(request):
             return request
         return dataclasses.replace(request, adapter=self._manifest.pinned(adapter))
