@@ -226,15 +226,15 @@ absl::Status AdapterService::PublishFromPath(const UnaryPtr<v1::PublishFromPathR
 
 absl::Status AdapterService::PublishFromPeer(const UnaryPtr<v1::PublishFromPeerResponse>& call,
                                              const v1::PublishFromPeerRequest& request) {
-  DORAD_RETURN_IF_ERROR(PeerTransfer::Check(request));
+  DORAD_ASSIGN_OR_RETURN(ListenAddress peer, PeerTransfer::Check(request));
   DORAD_ASSIGN_OR_RETURN(Admitted admitted,
                          AdmitPublish(services_, call->record(), request.name(),
                                       static_cast<int64_t>(request.safetensors_size())));
   call->record().NameAdapter({request.name(), request.version()});
   LoadHolds holds{admitted.open, admitted.room, admitted.stream};
   const auto transfer = std::make_shared<PeerTransfer>(
-      services_, "PublishFromPeer", request, call->caller().tenant, std::move(holds),
-      AnswerTo(call, /*typed_config=*/false, std::move(admitted)));
+      services_, "PublishFromPeer", request, std::move(peer), call->caller().tenant,
+      std::move(holds), AnswerTo(call, /*typed_config=*/false, std::move(admitted)));
   DORAD_RETURN_IF_ERROR(
       services_->peers->Start(Peers::Direction::kIn, [transfer] { transfer->Run(); }));
   call->set_on_cancel(

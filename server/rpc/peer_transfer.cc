@@ -12,7 +12,6 @@
 #include "dorad/v1/adapters.grpc.pb.h"
 #include "server/platform/error.h"
 #include "server/platform/files/sha256.h"
-#include "server/platform/net/listen_address.h"
 #include "server/rpc/call_record.h"
 #include "server/rpc/peers.h"
 #include "server/rpc/publish_validation.h"
@@ -98,7 +97,7 @@ class PeerTransfer::Reader {
   bool silent_ = false;
 };
 
-absl::Status PeerTransfer::Check(const v1::PublishFromPeerRequest& request) {
+absl::StatusOr<ListenAddress> PeerTransfer::Check(const v1::PublishFromPeerRequest& request) {
   std::vector<Violation> violations;
   (void)ParsePublishOptions(request, &violations);
   if (!request.has_version()) {
@@ -107,21 +106,21 @@ absl::Status PeerTransfer::Check(const v1::PublishFromPeerRequest& request) {
   CheckUploadId(request.upload_id(), &violations);
   CheckSha256("adapter_config_sha256", request.adapter_config_sha256(), &violations);
   CheckSha256("safetensors_sha256", request.safetensors_sha256(), &violations);
-  const absl::StatusOr<ListenAddress> peer = ParseListenAddress(request.peer());
+  absl::StatusOr<ListenAddress> peer = ParseListenAddress(request.peer());
   if (!peer.ok() || peer->host.empty() || peer->port == 0) {
     violations.push_back({"peer", "PEER_INVALID", "expected the peer's host:port"});
   }
-  if (violations.empty()) return absl::OkStatus();
-  return MakeInvalid("PublishFromPeerRequest", std::move(violations));
+  if (!violations.empty()) return MakeInvalid("PublishFromPeerRequest", std::move(violations));
+  return peer;
 }
 
 PeerTransfer::PeerTransfer(Services* services, const char* method,
-                           const v1::PublishFromPeerRequest& request, std::string tenant,
-                           LoadHolds holds, adapter::PublishCallback answer)
+                           const v1::PublishFromPeerRequest& request, ListenAddress peer,
+                           std::string tenant, LoadHolds holds, adapter::PublishCallback answer)
     : services_(services),
       method_(method),
       tenant_(std::move(tenant)),
-      peer_(request.peer()),
+      peer_(std::move(peer)),
       config_sha256_(request.adapter_config_sha256()),
       begin_(ToBegin(request)),
       holds_(std::move(holds)),
@@ -177,7 +176,7 @@ absl::Status PeerTransfer::ReceiveFrom(Reader* reader, UploadStream* stream) {
   const auto failed = [&] {
     const grpc::Status status = reader->Finish();
     return PeerUnavailable(absl::StrCat(
-        peer_, ": ", status.ok() ? "it has sent too few bytes" : status.error_message()));
+        name(), ": ", status.ok() ? "it has sent too few bytes" : status.error_message()));
   };
   v1::FetchAdapterResponse message;
   if (!reader->Read(&message)) return failed();
@@ -201,7 +200,7 @@ absl::Status PeerTransfer::ReceiveFrom(Reader* reader, UploadStream* stream) {
     absl::StatusOr<UploadStream::Next> accepted = stream->Accept(&part);
     // Out of order, or too much.
     if (absl::IsInvalidArgument(accepted.status())) {
-      return PeerUnavailable(absl::StrCat(peer_, ": ", accepted.status().message()));
+      return PeerUnavailable(absl::StrCat(name(), ": ", accepted.status().message()));
     }
     DORAD_ASSIGN_OR_RETURN(next, std::move(accepted));
     if (next == UploadStream::Next::kAnswer) return absl::OkStatus();
@@ -222,7 +221,7 @@ absl::StatusOr<UploadStream::Next> PeerTransfer::Begin(const std::string& config
       config_sha256_) {
     return MakeInvalid("PublishFromPeerRequest",
                        {{"adapter_config_sha256", "PUBLISH_SHA256_MISMATCH",
-                         absl::StrCat(peer_, " has another adapter_config.json")}});
+                         absl::StrCat(name(), " has another adapter_config.json")}});
   }
   begin_.mutable_begin()->set_adapter_config_json(config_json);
   return stream->Accept(&begin_);

@@ -19,6 +19,7 @@
 #include "absl/synchronization/mutex.h"
 #include "dorad/v1/adapters.pb.h"
 #include "server/adapter/publish/publisher.h"
+#include "server/platform/net/listen_address.h"
 #include "server/rpc/services.h"
 #include "server/rpc/upload_load.h"
 #include "server/rpc/upload_store.h"
@@ -27,12 +28,15 @@ namespace dorad::rpc {
 
 class PeerTransfer : public std::enable_shared_from_this<PeerTransfer> {
  public:
-  // INVALID_ARGUMENT: all problems of the request (as of PublishBegin, PEER_INVALID).
-  static absl::Status Check(const v1::PublishFromPeerRequest& request);
+  // The peer's address. INVALID_ARGUMENT: all problems of the request (as of PublishBegin,
+  // PEER_INVALID).
+  static absl::StatusOr<ListenAddress> Check(const v1::PublishFromPeerRequest& request);
 
-  // answer: runs once, on any thread. tenant: the owner of the upload. REQUIRES: Check is OK.
+  // peer: from Check, of the same request. answer: runs once, on any thread. tenant: the owner of
+  // the upload.
   PeerTransfer(Services* services, const char* method, const v1::PublishFromPeerRequest& request,
-               std::string tenant, LoadHolds holds, adapter::PublishCallback answer);
+               ListenAddress peer, std::string tenant, LoadHolds holds,
+               adapter::PublishCallback answer);
 
   // On a thread that may wait.
   void Run();
@@ -46,13 +50,15 @@ class PeerTransfer : public std::enable_shared_from_this<PeerTransfer> {
   absl::Status Receive(UploadStream* stream);
   absl::Status ReceiveFrom(Reader* reader, UploadStream* stream);
   absl::StatusOr<UploadStream::Next> Begin(const std::string& config_json, UploadStream* stream);
+  // The peer's, for messages.
+  std::string name() const { return JoinHostPort(peer_.host, peer_.port); }
   // OK, or why the transfer was cancelled.
   absl::Status cancelled() const ABSL_LOCKS_EXCLUDED(mu_);
 
   Services* const services_;
   const char* const method_;
   const std::string tenant_;
-  const std::string peer_;
+  const ListenAddress peer_;
   const std::string config_sha256_;
   v1::PublishRequest begin_;
   LoadHolds holds_;

@@ -15,7 +15,6 @@
 #include "absl/strings/str_join.h"
 #include "server/platform/check.h"
 #include "server/platform/error.h"
-#include "server/platform/net/listen_address.h"
 #include "server/security/file_watcher.h"
 
 namespace dorad::rpc {
@@ -104,17 +103,13 @@ void Peers::Pace(int64_t bytes) {
   absl::SleepFor(wait);
 }
 
-absl::StatusOr<std::shared_ptr<grpc::Channel>> Peers::Connect(const std::string& address,
+absl::StatusOr<std::shared_ptr<grpc::Channel>> Peers::Connect(const ListenAddress& peer,
                                                               grpc::ClientContext* context) const {
-  const absl::StatusOr<ListenAddress> parsed = ParseListenAddress(address);
-  if (!parsed.ok() || parsed->host.empty() || parsed->port == 0) {
-    return MakeInvalid("PublishFromPeerRequest",
-                       {{"peer", "PEER_INVALID", "expected the peer's host:port"}});
-  }
+  const std::string address = JoinHostPort(peer.host, peer.port);
   addrinfo hints = {};
   hints.ai_socktype = SOCK_STREAM;
   addrinfo* found = nullptr;
-  if (const int error = getaddrinfo(parsed->host.c_str(), nullptr, &hints, &found); error != 0) {
+  if (const int error = getaddrinfo(peer.host.c_str(), nullptr, &hints, &found); error != 0) {
     return PeerUnavailable(absl::StrCat(address, ": ", gai_strerror(error)));
   }
   const Addresses addresses(found);
@@ -143,7 +138,7 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Peers::Connect(const std::string&
     }
     credentials = grpc::SslCredentials(tls);
     // The certificate names the host, the connection goes to the checked address.
-    arguments.SetSslTargetNameOverride(parsed->host);
+    arguments.SetSslTargetNameOverride(peer.host);
   }
   if (!options_.token_file.empty()) {
     if (options_.ca_file.empty() && !IsLoopback(*chosen->ai_addr) && !options_.allow_insecure) {
@@ -153,7 +148,7 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Peers::Connect(const std::string&
     DORAD_ASSIGN_OR_RETURN(const std::string token, ReadSecret(options_.token_file));
     context->AddMetadata("authorization", absl::StrCat("Bearer ", token));
   }
-  return grpc::CreateCustomChannel(GrpcTarget(*chosen->ai_addr, chosen->ai_addrlen, parsed->port),
+  return grpc::CreateCustomChannel(GrpcTarget(*chosen->ai_addr, chosen->ai_addrlen, peer.port),
                                    credentials, arguments);
 }
 

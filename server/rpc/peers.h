@@ -21,6 +21,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "server/platform/instant.h"
+#include "server/platform/net/listen_address.h"
 #include "server/platform/net/network.h"
 #include "server/platform/thread_pool.h"
 #include "server/security/tls_files.h"
@@ -56,9 +57,9 @@ class Peers {
 
   // A connection to a peer, with the token in `context`. Resolves the name and connects to an
   // address in `allowed` only, so that no caller can use this server to reach other hosts.
-  // INVALID_ARGUMENT (PEER_INVALID), PERMISSION_DENIED (PEER_NOT_ALLOWED), UNAVAILABLE
-  // (PEER_UNAVAILABLE: the name does not resolve), statuses of security::FileWatcher::Read.
-  absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& address,
+  // PERMISSION_DENIED (PEER_NOT_ALLOWED), UNAVAILABLE (PEER_UNAVAILABLE: the name does not
+  // resolve), statuses of security::FileWatcher::Read. REQUIRES: `peer` has a host and a port.
+  absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const ListenAddress& peer,
                                                          grpc::ClientContext* context) const;
 
  private:
