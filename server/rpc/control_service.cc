@@ -97,6 +97,9 @@ void FillInfo(const Services& services, const security::Principal& caller,
     to->set_shared_memory_socket(services.info.shared_memory_socket);
   }
   to->set_shared_weight_bytes(static_cast<uint64_t>(services.shared_weight_bytes()));
+  const Metrics::PeerTraffic peers = services.metrics->peer_traffic();
+  to->set_peer_bytes_sent(static_cast<uint64_t>(peers.sent));
+  to->set_peer_bytes_received(static_cast<uint64_t>(peers.received));
 }
 
 v1::TensorDtype EncodeDtype(DType dtype) {

@@ -12,11 +12,9 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from dorad.v1 import adapters_pb2, adapters_pb2_grpc
-from lib.certificates import Authority
+from dorad.v1 import adapters_pb2
 from lib.peers import ALLOWED, CHUNK, FakePeer, Files
 from lib.server import serve, wait_until
-from lib.tokens import write_tokens
 from lib.wire import failure, publish_parts
 from safetensors.numpy import load_file, save
 
@@ -133,6 +131,8 @@ def test_a_chain_of_servers_receives_while_the_first_one_still_does(zoo, files):
         size = len(files.image)
         for server, moved in ((first, (size, 0)), (second, (size, size)), (third, (0, size))):
             wait_until(lambda s=server, m=moved: peer_bytes(s) == m, what=f"{moved} bytes")
+            info = server.wire.info()
+            assert (info.peer_bytes_sent, info.peer_bytes_received) == moved
 
 
 def test_active_versions_are_summed_up_in_metrics(pair, files):
@@ -355,76 +355,6 @@ def test_paced_bytes_arrive_whole(zoo, files):
         call = begin_fetch(second, files.request("a", first.grpc))
         digest = upload.finish().digest
         assert call.result().adapter.digest == digest
-
-
-def test_peers_present_their_token_and_need_the_role(zoo, files, tmp_path):
-    tokens = tmp_path / "tokens.yaml"
-    write_tokens(tokens, {"peer": ("t", ["publish"]), "reader": ("t", ["infer"])}, {"t": {}})
-    secret = tmp_path / "secret"
-    settings = SMALL | {"security.tokens_file": tokens, "peers.token_file": secret}
-    metadata = [("authorization", "Bearer peer-token")]
-    with contextlib.ExitStack() as stack:
-        secret.write_text("reader-token\n")
-        secret.chmod(0o600)
-        first, second = (
-            stack.enter_context(
-                serve(
-                    zoo.model("slow"),
-                    settings=settings | {"adapters.store_path": tmp_path / f"store-{n}"},
-                )
-            )
-            for n in range(2)
-        )
-        parts = publish_parts(files.begin("a", durable=True), files.image)
-        first.wire.adapters.Publish(parts, metadata=metadata, timeout=60)
-
-        def publish():
-            request = files.request("a", first.grpc)
-            return second.wire.adapters.PublishFromPeer(request, metadata=metadata, timeout=120)
-
-        with pytest.raises(grpc.RpcError) as caught:
-            publish()
-        assert failure(caught.value).reason == "PEER_UNAVAILABLE"
-        assert "reader has no role for FetchAdapter" in failure(caught.value).message
-        # The file is read for each transfer.
-        secret.write_text("peer-token\n")
-        assert publish().adapter.version == 1
-        with FakePeer(files) as peer:
-            request = files.request("b", peer.target)
-            second.wire.adapters.PublishFromPeer(request, metadata=metadata, timeout=120)
-            assert peer.tokens == ["Bearer peer-token"]
-
-
-def test_peers_use_tls_with_the_servers_own_certificate(zoo, files, tmp_path):
-    authority = Authority(tmp_path)
-    certificate, key = authority.issue("server")
-    settings = SMALL | {
-        "security.tls_cert": certificate,
-        "security.tls_key": key,
-        "security.tls_client_ca": authority.certificate,
-        "peers.ca_file": authority.certificate,
-        "adapters.store_path": tmp_path / "store",
-    }
-    credentials = grpc.ssl_channel_credentials(
-        authority.certificate.read_bytes(), key.read_bytes(), certificate.read_bytes()
-    )
-    with contextlib.ExitStack() as stack:
-        stubs = []
-        for n in range(2):
-            own = settings | {"adapters.store_path": tmp_path / f"store-{n}"}
-            server = stack.enter_context(serve(zoo.model("slow"), settings=own))
-            channel = stack.enter_context(grpc.secure_channel(server.grpc, credentials))
-            stubs.append((server, adapters_pb2_grpc.AdapterServiceStub(channel)))
-        (first, to_first), (_, to_second) = stubs
-        begin = files.begin("a", durable=True)
-        to_first.Publish(publish_parts(begin, files.image), timeout=60)
-        for host in ("127.0.0.1", "localhost"):
-            port = first.grpc.rpartition(":")[2]
-            name = "a" if host == "127.0.0.1" else "b"
-            if name == "b":
-                to_first.Publish(publish_parts(files.begin("b", durable=True), files.image))
-            request = files.request(name, f"{host}:{port}")
-            assert to_second.PublishFromPeer(request, timeout=60).adapter.version == 1
 
 
 def test_a_server_ends_while_transfers_wait(zoo, files):

@@ -418,4 +418,6 @@ def server_info(message: control_pb2.GetInfoResponse) -> t.ServerInfo:
         memory_bytes=dict(message.memory_bytes),
         shared_memory_socket=message.shared_memory_socket,
         shared_weight_bytes=message.shared_weight_bytes,
+        peer_bytes_sent=message.peer_bytes_sent,
+        peer_bytes_received=message.peer_bytes_received,
     )

@@ -90,3 +90,6 @@ class ServerInfo:
     """Its absolute path on the server's host; "": none."""
     shared_weight_bytes: int = 0
     """The base weights' memory while it is leased."""
+    peer_bytes_sent: int = 0
+    """Of adapters to other servers, since the start."""
+    peer_bytes_received: int = 0

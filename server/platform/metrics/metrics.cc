@@ -217,6 +217,11 @@ void Metrics::PeerBytes(int64_t sent, int64_t received) {
   impl_->adapters.peer_received.Increment(static_cast<double>(received));
 }
 
+Metrics::PeerTraffic Metrics::peer_traffic() const {
+  return {.sent = static_cast<int64_t>(impl_->adapters.peer_sent.Value()),
+          .received = static_cast<int64_t>(impl_->adapters.peer_received.Value())};
+}
+
 void Metrics::SetAdapters(const AdapterGauges& gauges) {
   AdapterMetrics& adapters = impl_->adapters;
   adapters.ready.Set(gauges.ready);

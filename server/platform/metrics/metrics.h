@@ -112,6 +112,11 @@ class Metrics {
   void AdapterLoadFailed(const std::string& reason);
   // Bytes of adapters to and from other servers.
   void PeerBytes(int64_t sent, int64_t received);
+  struct PeerTraffic {
+    int64_t sent = 0, received = 0;
+  };
+  // Of PeerBytes, since the start.
+  PeerTraffic peer_traffic() const;
   struct AdapterGauges {
     int ready = 0, retiring = 0, loading = 0;
     int64_t resident_bytes = 0;

@@ -51,6 +51,8 @@ def test_shows_members_and_versions(doractl, server, path, away):
             "versions": {"a": 2},
             "behind": [],
             "lag": 0,
+            "sent": 3 << 20,
+            "received": 1 << 20,
         },
         {
             "target": away,
@@ -59,12 +61,15 @@ def test_shows_members_and_versions(doractl, server, path, away):
             "versions": {},
             "behind": ["a@2"],
             "lag": None,
+            "sent": None,
+            "received": None,
         },
     ]
     (adapter,) = report["adapters"]
     assert adapter["committed"] == 2 and adapter["prepared"] == 0 and not adapter["left"]
     text = doractl("fleet", "show", path)
     assert server.target in text and "a@2" in text
+    assert " 3.1 MB " in text and " 1.0 MB " in text
     assert adapter["bytes"] == 7 and " 7 B " in text
 
 

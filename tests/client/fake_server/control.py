@@ -32,6 +32,7 @@ class FakeControl(control_pb2_grpc.ControlServiceServicer):
         info.engine.gpu_share = self.gpu_share()
         info.uptime.FromSeconds(90)
         info.memory_bytes["weights"] = 1 << 20
+        info.peer_bytes_sent, info.peer_bytes_received = 3 << 20, 1 << 20
         return info
 
     def Pause(self, request, context):

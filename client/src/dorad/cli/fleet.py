@@ -51,6 +51,10 @@ class Member:
     """The fleet's versions that are not active there."""
     lag: int | None
     """By how many version numbers it is behind, over all adapters; unknown while it is away."""
+    sent: int | None
+    """Bytes of adapters to other servers since its start; unknown while it is away."""
+    received: int | None
+    """Likewise from other servers."""
 
 
 @dataclass
@@ -80,18 +84,28 @@ def _store(path: Path) -> ManifestFile:
     return ManifestFile(path)
 
 
-async def _active(target: str) -> dict[str, dorad.AdapterVersion]:
+@dataclass
+class _Answers:
+    """Of a member that is there."""
+
+    active: dict[str, dorad.AdapterVersion]
+    info: dorad.ServerInfo
+
+
+async def _ask(target: str) -> _Answers:
     async with dorad.aio.Client(target, timeout=PROBE_SECONDS, retry_for=0) as client:
-        return {version.name: version for version in await client.adapters() if version.active}
+        active = {version.name: version for version in await client.adapters() if version.active}
+        return _Answers(active, await client.info())
 
 
 def _member(
     target: str,
     manifest: m.Manifest,
     now: float,
-    found: Mapping[str, dict[str, dorad.AdapterVersion]],
+    found: Mapping[str, _Answers],
 ) -> Member:
-    active = found.get(target, {})
+    there = found.get(target)
+    active = there.active if there else {}
     committed = manifest.committed()
     behind = [
         f"{name}@{release.version}"
@@ -99,16 +113,24 @@ def _member(
         if name not in active
         or (active[name].version, active[name].digest) != (release.version, release.digest)
     ]
-    state = "away" if target not in found else "behind" if behind else "ready"
+    state = "away" if there is None else "behind" if behind else "ready"
     versions = {name: version.version for name, version in active.items()}
     missing = (max(release.version - versions.get(n, 0), 0) for n, release in committed.items())
-    lag = None if state == "away" else sum(missing)
-    return Member(target, target in manifest.live(now), state, versions, behind, lag)
+    return Member(
+        target=target,
+        live=target in manifest.live(now),
+        state=state,
+        versions=versions,
+        behind=behind,
+        lag=sum(missing) if there else None,
+        sent=there.info.peer_bytes_sent if there else None,
+        received=there.info.peer_bytes_received if there else None,
+    )
 
 
 async def _report(store: ManifestFile) -> Report:
     manifest = await store.read()
-    found, _ = await gather({target: _active(target) for target in manifest.members})
+    found, _ = await gather({target: _ask(target) for target in manifest.members})
     now = time.time()
     adapters = [
         Version(
@@ -143,13 +165,15 @@ def show(manifest: ManifestArgument, output: OutputOption = Output.TABLE) -> Non
                 row.coordinator[:12],
                 ("ended" if row.left else "live") if row.prepared else "",
             )
-        members = table("MEMBER", "STATE", "LEASE", ">LAG", "LACKS")
+        members = table("MEMBER", "STATE", "LEASE", ">LAG", ">SENT", ">RECEIVED", "LACKS")
         for member in report.members:
             members.add_row(
                 member.target,
                 member.state,
                 "live" if member.live else "ended",
                 "" if member.lag is None else str(member.lag),
+                "" if member.sent is None else size(member.sent),
+                "" if member.received is None else size(member.received),
                 " ".join(member.behind),
             )
         console().print(versions)
