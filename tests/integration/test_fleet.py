@@ -318,6 +318,18 @@ async def fails(self, *args):
     raise RuntimeError("the process ends")
 
 
+def test_a_member_gets_back_what_somebody_has_retired_there(make, tmp_path, folder):
+    servers = make(2)
+    with dorad.Fleet(tmp_path / "manifest", servers.targets) as fleet:
+        all_ready(fleet, 2)
+        fleet.publish("a", path=folder)
+        for n in range(2):  # The first one had it from the trainer, the other one may not.
+            with dorad.Client(servers.targets[n]) as client:
+                client.retire("a@1")
+            wait_until(lambda: servers.active(0, "a") == servers.active(1, "a"), what="the repair")
+            assert servers.active(n, "a") is not None
+
+
 def test_a_refused_adapter_is_refused_by_the_fleet(make, tmp_path, folder):
     servers = make(2)
     with dorad.Fleet(tmp_path / "manifest", servers.targets) as fleet:
