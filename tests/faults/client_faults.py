@@ -50,6 +50,66 @@ POOL = [
     ),
 ]
 
+FLEET = [
+    Fault(
+        "half of the members suffice",
+        "client/src/dorad/fleet/coordinator.py",
+        "if 2 * len(ready) <= len(manifest.members):",
+        "if 2 * len(ready) < len(manifest.members):",
+        "Two halves of a fleet commit different versions.",
+        tests=("client/fleet/test_fleet_scale.py",),
+    ),
+    Fault(
+        "members in repair take part in no publish",
+        "client/src/dorad/fleet/coordinator.py",
+        "for target in self._answered if members.get(target, late) < late}",
+        "for target in self._answered\n            if members.get(target, late) < late"
+        " and reasons.get(target, late) is None}",
+        "A version that no member has kept never comes back to a member that has lost it.",
+        tests=("client/fleet/test_fleet_repair.py",),
+    ),
+    Fault(
+        "members without a version are asked for it",
+        "client/src/dorad/fleet/coordinator.py",
+        "if not any(h.version == release.version and h.ready for h in found.get(sender, ())):",
+        "if not found:",
+        "A member that returns gets no prompts for half a minute.",
+        tests=("client/fleet/test_fleet_repair.py",),
+    ),
+    Fault(
+        "a coordinator decides after it was taken over",
+        "client/src/dorad/fleet/manifest.py",
+        "    if prepared.coordinator != coordinator:\n",
+        "    if not coordinator:\n",
+        "A version that was given up becomes the fleet's.",
+        tests=("client/fleet/test_fleet_manifest.py",),
+    ),
+    Fault(
+        "a manifest is replaced by an older one",
+        "client/src/dorad/fleet/manifest_store.py",
+        "if self._read().generation != expected:",
+        "if self._read().generation < expected:",
+        "Two processes commit different versions, and one of them is lost.",
+        tests=("client/fleet/test_fleet_manifest.py",),
+    ),
+    Fault(
+        "prompts name no digest",
+        "client/src/dorad/fleet/manifest.py",
+        'return f"{ref}@{committed.version}:{committed.digest}" if committed else ref',
+        'return f"{ref}@{committed.version}" if committed else ref',
+        "A member with other weights under the number answers.",
+        tests=("client/fleet/test_fleet_manifest.py",),
+    ),
+    Fault(
+        "a first version is used before its commit is read",
+        "client/src/dorad/fleet/servers.py",
+        "            raise unknown(adapter)\n",
+        "            return request\n",
+        "The first prompts for a new adapter fail.",
+        tests=("client/fleet/test_fleet_prompts.py",),
+    ),
+]
+
 GATEWAY = [
     Fault(
         "gateway loses the last token",

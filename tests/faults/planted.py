@@ -3,7 +3,7 @@ plants them one at a time and shows which tests catch them."""
 
 from __future__ import annotations
 
-from faults.client_faults import CLIENT, GATEWAY, POOL
+from faults.client_faults import CLIENT, FLEET, GATEWAY, POOL
 from faults.compute_faults import CPU, ENGINE, KERNELS
 from faults.server_faults import (
     ADAPTER,
@@ -18,6 +18,7 @@ from faults.server_faults import (
 FAULTS = [
     *CLIENT,
     *POOL,
+    *FLEET,
     *GATEWAY,
     *SECURITY,
     *COLOCATION,

@@ -18,7 +18,11 @@ class Interval:
 
     release: m.Release
     begin: float
+    """Nobody has seen it before."""
+    fades: float = math.inf
+    """Nobody has seen the next manifest before."""
     end: float = math.inf
+    """Nobody sees it afterwards."""
 
     @property
     def label(self) -> tuple[int, str]:
@@ -70,7 +74,7 @@ class FleetHistory:
             self.last_change = begin
             intervals = self.versions.setdefault(name, [])
             if was is not None:
-                intervals[-1].end = replaced
+                intervals[-1].fades, intervals[-1].end = begin, replaced
             if new is not None:
                 intervals.append(Interval(new, begin))
         self._settled = now
@@ -107,12 +111,14 @@ class FleetHistory:
         return found
 
     def was_without(self, name: str, began: float, ended: float) -> bool:
-        """Whether the fleet had no version of a name at some time between."""
+        """Whether somebody may have seen no version of a name at some time between."""
+        if self._pending is not None and name not in self._pending[0].committed():
+            return True
         at = began
         for interval in self.versions.get(name, []):
             if interval.begin > at:
                 break
-            at = max(at, interval.end)
+            at = max(at, interval.fades)
         return at < ended
 
     def by_tag(self) -> dict[str, list[tuple[str, m.Release]]]:

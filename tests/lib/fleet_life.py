@@ -228,7 +228,8 @@ class Life:
 
     def _failed(self, failed: str, message: str, name: str, began: float) -> None:
         assert failed in ("NotFound", "Unavailable", "DeadlineExceeded"), (failed, message)
-        if failed == "NotFound" and self.history.was_without(name, began, time.monotonic()):
+        if failed == "NotFound":
+            assert self.history.was_without(name, began, time.monotonic()), message
             self.seen["prompts of a name without a version"] += 1
         else:
             self.seen[f"prompts failed: {message}"] += 1
@@ -292,7 +293,7 @@ class Life:
             draw.choice([*self.trainers, *self.workers]).program.kill()
         elif what == "die at a point":
             # Any process reaches some of them as the keeper.
-            draw.choice([trainer, *self.workers]).ask(do="die", at=draw.choice(POINTS))
+            draw.choice([trainer] * 3 + self.workers).ask(do="die", at=draw.choice(POINTS))
             self.publish(trainer, name, content)
         elif what == "cut":
             self._cut()
