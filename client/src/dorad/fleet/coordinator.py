@@ -384,7 +384,7 @@ class Coordinator:
         if not release.options.get("durable"):
             raise NotFound(f"no member has kept the files of {ref}", code="NOT_FOUND")
         failure: DoradError = NotFound(f"no live member has {ref}", code="NOT_FOUND")
-        # Not the publish's id: its result, an error or a version that has gone, would be the answer.
+        # The publish's id would be answered by its result: an error, or a version that has gone.
         release = dataclasses.replace(release, upload_id=uuid.uuid4().hex)
         senders = [sender for sender in manifest.live(self._clock()) if sender != target]
         # Each member has another order, so that several do not ask the same one.
