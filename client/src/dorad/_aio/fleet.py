@@ -26,7 +26,8 @@ class Fleet(Rollouts):
     manifest: each repairs what another one has left.
 
     Args:
-      manifest: a file on a disk that all these processes share a host with, or another store.
+      manifest: a file on a disk that all these processes share a host with, or another store, as
+        `dorad.fleet.config_map.ConfigMap`.
       targets: members to add, if they are none yet: addresses as of `Client`, which the servers
         must reach, too (their peers.allowed).
       lease: seconds after which a publish no longer waits for a silent member, and after which
