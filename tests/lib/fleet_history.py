@@ -19,8 +19,6 @@ class Interval:
     release: m.Release
     begin: float
     """Nobody has seen it before."""
-    fades: float = math.inf
-    """Nobody has seen the next manifest before."""
     end: float = math.inf
     """Nobody sees it afterwards."""
 
@@ -35,6 +33,8 @@ class FleetHistory:
 
     path: pathlib.Path
     versions: dict[str, list[Interval]] = field(default_factory=dict)
+    gaps: dict[str, list[list[float]]] = field(default_factory=dict)
+    """By name: begins and ends of the times when somebody may have seen no version."""
     last_change: float = 0.0
     """When the last version was committed or retired."""
     _offset: int = 0
@@ -74,9 +74,13 @@ class FleetHistory:
             self.last_change = begin
             intervals = self.versions.setdefault(name, [])
             if was is not None:
-                intervals[-1].fades, intervals[-1].end = begin, replaced
+                intervals[-1].end = replaced
+            else:  # It had none until now.
+                self.gaps.setdefault(name, [[-math.inf, math.inf]])[-1][1] = replaced
             if new is not None:
                 intervals.append(Interval(new, begin))
+            else:
+                self.gaps[name].append([begin, math.inf])
         self._settled = now
 
     @staticmethod
@@ -114,12 +118,8 @@ class FleetHistory:
         """Whether somebody may have seen no version of a name at some time between."""
         if self._pending is not None and name not in self._pending[0].committed():
             return True
-        at = began
-        for interval in self.versions.get(name, []):
-            if interval.begin > at:
-                break
-            at = max(at, interval.fades)
-        return at < ended
+        gaps = self.gaps.get(name, [[-math.inf, math.inf]])
+        return any(begin <= ended and end >= began for begin, end in gaps)
 
     def by_tag(self) -> dict[str, list[tuple[str, m.Release]]]:
         """The commits of each publish: (name, release) by its tag "publish"."""
