@@ -15,6 +15,8 @@ from lib.peers import ALLOWED
 from lib.server import Server, command, start
 from lib.wire import Wire
 
+START_SECONDS = 180.0
+"""Others start and load at the same time."""
 SETTINGS = {
     "engine.kv_bytes": 16 << 20,
     "engine.threads": 1,
@@ -86,14 +88,14 @@ class Members:
             return
         settings = SETTINGS | {"adapters.store_path": member.store}
         line = command(self.model, settings=settings)
-        member.starting = self._starts.submit(start, line, member.log)
+        member.starting = self._starts.submit(start, line, member.log, START_SECONDS)
 
     def settle(self, *, wait: bool) -> None:
         """Adopts the servers that have become ready: all that start, or those so far."""
         for member in self.all:
             starting = member.starting
             if starting is not None and (wait or starting.done()):
-                member.server, member.starting = starting.result(120), None
+                member.server, member.starting = starting.result(3 * START_SECONDS), None
                 self.partitions.forward(member.target, member.server.grpc)
 
     def kill(self, member: Member) -> None:
