@@ -121,14 +121,16 @@ class Members:
 
     def close(self) -> None:
         """Ends all. Raises the first failure once all have ended."""
-        self.settle(wait=True)
         try:
+            self.settle(wait=True)
             self.each(self._end)
         finally:
+            self._starts.shutdown()
             for member in self.all:
+                if member.starting is not None and member.starting.exception() is None:
+                    member.server = member.starting.result()
                 if member.server is not None:
                     member.server.process.kill()
-            self._starts.shutdown()
             self.partitions.end()
 
     def each(self, do: Callable[[Member], None]) -> None:
