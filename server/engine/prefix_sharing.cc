@@ -81,6 +81,10 @@ PrefixSharing::Reused PrefixSharing::ReuseState(Sequence* sequence) {
                        tokens.subspan(std::min(matched, tokens.size()), kKvPageTokens));
   const Sequence* const writer = Writer(next);
   pages_->CutToState(sequence->root, &sequence->pages, &sequence->node, &sequence->recurrent_from);
+  const bool is_cut = sequence->pages.size() * kKvPageTokens < matched;
+  if (is_cut && static_cast<int64_t>(matched) < sequence->cached_state_end()) {
+    sequence->branch = static_cast<int64_t>(matched);
+  }
   if (writer == nullptr || !MayAwait(*sequence, *writer)) return {};
   const int64_t end = writer->cached_state_end();
   const bool is_common = end <= std::min<int64_t>(tokens.size(), writer->same_adapter_until(0)) &&
@@ -211,7 +215,7 @@ void PrefixSharing::Rewind(Sequence* sequence) {
   pages_->Release(&sequence->pages);
   pages_->Release(&sequence->recurrent);
   pages_->Release(&sequence->recurrent_from);
-  sequence->computed = sequence->landed = 0;
+  sequence->computed = sequence->landed = sequence->branch = 0;
   sequence->registered_pages = 0;
   sequence->node = sequence->root;
 }

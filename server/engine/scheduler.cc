@@ -112,7 +112,7 @@ std::vector<Chunk> Scheduler::Schedule() {
     s.computed = chunk.end();
     s.planned = 0;
     chunk.state_from = std::exchange(s.recurrent_from, {});
-    if (options_.state_pages > 0 && chunk.end() == s.cached_state_end()) {
+    if (options_.state_pages > 0 && s.caches_state_at(chunk.end())) {
       pages_->Share(s.recurrent, &chunk.cached_state);
     }
     if (chunk.copy_from >= 0) s.copy_from = -1;  // the chunk holds it now
@@ -271,8 +271,8 @@ bool Scheduler::AllocatePages(Sequence* sequence, int64_t missing) {
 int64_t Scheduler::ChunkSize(const Sequence& sequence, int64_t budget) const {
   int64_t count = std::min(sequence.pending(), budget);
   // A chunk ends where its state is to be cached.
-  if (const int64_t end = sequence.cached_state_end();
-      options_.state_pages > 0 && sequence.computed < end) {
+  for (const int64_t end : {sequence.branch, sequence.cached_state_end()}) {
+    if (options_.state_pages == 0 || sequence.computed >= end) continue;
     count = std::min(count, end - sequence.computed);
   }
   // A chunk's rows have the same kind of output: rows that have been scored (after a preemption),

@@ -70,6 +70,9 @@ struct Sequence {
   // those that the next chunk reads in their place, held until it is scheduled; empty: the same.
   std::vector<int32_t> recurrent;
   std::vector<int32_t> recurrent_from;
+  // Where its prompt parts from that of another sequence: the state is cached there, too. 0:
+  // nowhere.
+  int64_t branch = 0;
 
   // Sample 0 of the request, for other samples: it computes the prompt for all.
   const Sequence* leader = nullptr;
@@ -125,11 +128,14 @@ struct Sequence {
   int64_t generated() const { return static_cast<int64_t>(tokens.size()) - prompt_tokens; }
   bool has_scored() const { return scored == to_score; }
   bool prompt_done() const { return computed >= prompt_tokens; }
-  // The position after which the state of a recurrence is cached for other sequences with the same
-  // prompt, which compute at least its last token; 0: nowhere.
+  // The end of the last state of a recurrence that is cached for other sequences: those with the
+  // same prompt compute at least its last token. 0: none is.
   int64_t cached_state_end() const {
     const bool generates = most_tokens > prompt_tokens;
     return use_prefix_cache && generates ? (prompt_tokens - 1) / kKvPageTokens * kKvPageTokens : 0;
+  }
+  bool caches_state_at(int64_t end) const {
+    return end > 0 && (end == branch || end == cached_state_end());
   }
   // Leading positions whose rows have no pending output, so that their keys and values may be
   // shared. REQUIRES: nothing is in flight.

@@ -37,7 +37,7 @@ def named(images):
     return [(each.offset, each.length, each.grid, each.dtype, each.data) for each in images]
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen25_vl", "mistral3"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen35", "qwen25_vl", "mistral3"])
 def test_tokens_and_pixels_are_those_of_transformers(zoo, family):
     folder = zoo.model_with_processor(family)
     pictures, text, place = ModelPictures(folder), ModelText(folder), place_of(family)

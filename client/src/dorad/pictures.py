@@ -20,7 +20,7 @@ from dorad import types as t
 from dorad.images import from_processor
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-_MODEL_TYPES = ("qwen3_vl", "qwen2_5_vl", "mistral3")
+_MODEL_TYPES = ("qwen3_vl", "qwen3_5", "qwen2_5_vl", "mistral3")
 # Mistral's tokens of text in an image; processor_config.json may name others.
 _MARKS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 # transformers 5 writes the second, with the image processor in it.

@@ -27,6 +27,15 @@ class SchedulerTest : public ::testing::Test {
     scheduler_ = std::make_unique<Scheduler>(Scheduler::Options{budget, max_running}, pages_.get());
   }
 
+  // Of a model with a recurrence.
+  void MakeWithStates(int64_t pages, int64_t budget, int64_t state_pages) {
+    Scheduler::Options options;
+    options.max_step_tokens = budget;
+    options.state_pages = state_pages;
+    pages_ = std::make_unique<KvPages>(pages);
+    scheduler_ = std::make_unique<Scheduler>(options, pages_.get());
+  }
+
   // Everybody's weights are there.
   void MakeWithWeights(int64_t pages) {
     pages_ = std::make_unique<KvPages>(pages);
