@@ -61,21 +61,51 @@ class Shape:
         common = {"text_config": text, "torch_dtype": "bfloat16", "eos_token_id": 2}
         return self.tower | common
 
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """[rows, cols] by the name within a layer."""
+    def is_delta(self, layer: int) -> bool:
+        types = self.config.get("layer_types")
+        return types is not None and bool(types[layer] == "linear_attention")
+
+    def delta_sizes(self) -> tuple[int, int]:
+        """Of a delta-net's queries, keys and values together, and of its values."""
+        c = self.config
+        keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
+        values = c["linear_num_value_heads"] * c["linear_value_head_dim"]
+        return 2 * keys + values, values
+
+    def linears(self, layer: int) -> dict[str, tuple[int, int]]:
+        """[rows, cols] by the name within the layer."""
         c = self.config
         hidden, inner = c["hidden_size"], c["intermediate_size"]
-        q = c["num_attention_heads"] * c["head_dim"]
-        kv = c["num_key_value_heads"] * c["head_dim"]
-        return {
-            "self_attn.q_proj": (q, hidden),
-            "self_attn.k_proj": (kv, hidden),
-            "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, q),
+        if self.is_delta(layer):
+            mixed, values = self.delta_sizes()
+            heads = c["linear_num_value_heads"]
+            mixer = {
+                "linear_attn.in_proj_qkv": (mixed, hidden),
+                "linear_attn.in_proj_z": (values, hidden),
+                "linear_attn.in_proj_b": (heads, hidden),
+                "linear_attn.in_proj_a": (heads, hidden),
+                "linear_attn.out_proj": (hidden, values),
+            }
+        else:
+            q = c["num_attention_heads"] * c["head_dim"]
+            kv = c["num_key_value_heads"] * c["head_dim"]
+            has_gate = c["model_type"] == "qwen3_5_text"
+            mixer = {
+                "self_attn.q_proj": (2 * q if has_gate else q, hidden),
+                "self_attn.k_proj": (kv, hidden),
+                "self_attn.v_proj": (kv, hidden),
+                "self_attn.o_proj": (hidden, q),
+            }
+        return mixer | {
             "mlp.gate_proj": (inner, hidden),
             "mlp.up_proj": (inner, hidden),
             "mlp.down_proj": (hidden, inner),
         }
+
+    def all_linears(self) -> set[str]:
+        """Their last names, for target_modules."""
+        layers = range(self.config["num_hidden_layers"])
+        return {name.split(".")[1] for i in layers for name in self.linears(i)}
 
 
 TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("model_shapes.json").read_text())
@@ -98,7 +128,8 @@ def model_tensors(shape: Shape) -> list[Tensor]:
     c = shape.config
     hidden = c["hidden_size"]
     is_gemma = c["model_type"] == "gemma3_text"
-    norm = 0.0 if is_gemma else 1.0  # Gemma adds 1
+    is_qwen35 = c["model_type"] == "qwen3_5_text"
+    norm = 0.0 if is_gemma or is_qwen35 else 1.0  # these add 1
     norms = ["input_layernorm", "post_attention_layernorm"]
     if is_gemma:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
@@ -106,13 +137,15 @@ def model_tensors(shape: Shape) -> list[Tensor]:
     tensors = [Tensor(f"{shape.body}embed_tokens.weight", embedding, STD)]
     for i in range(c["num_hidden_layers"]):
         prefix = f"{shape.body}layers.{i}."
-        for name, size in shape.linears().items():
+        for name, size in shape.linears(i).items():
             tensors.append(Tensor(f"{prefix}{name}.weight", size, STD))
             if c["model_type"] == "qwen2" and name.endswith(("q_proj", "k_proj", "v_proj")):
                 tensors.append(Tensor(f"{prefix}{name}.bias", size[:1]))
         for name in norms:
             tensors.append(Tensor(f"{prefix}{name}.weight", (hidden,), value=norm))
-        if c["model_type"] in ("qwen3", "gemma3_text"):
+        if shape.is_delta(i):
+            tensors += delta_tensors(shape, f"{prefix}linear_attn.")
+        elif c["model_type"] in ("qwen3", "qwen3_5_text", "gemma3_text"):
             for name in ("self_attn.q_norm", "self_attn.k_norm"):
                 tensors.append(Tensor(f"{prefix}{name}.weight", (c["head_dim"],), value=norm))
     tensors.append(Tensor(f"{shape.body}norm.weight", (hidden,), value=norm))
@@ -121,6 +154,19 @@ def model_tensors(shape: Shape) -> list[Tensor]:
     if shape.tower is not None:
         tensors += tower_tensors(shape)
     return tensors
+
+
+def delta_tensors(shape: Shape, prefix: str) -> list[Tensor]:
+    """Those of a delta-net that are no linears."""
+    c = shape.config
+    heads = (c["linear_num_value_heads"],)
+    convolution = (shape.delta_sizes()[0], 1, c["linear_conv_kernel_dim"])
+    return [
+        Tensor(f"{prefix}conv1d.weight", convolution, 0.3),
+        Tensor(f"{prefix}A_log", heads, value=-3.0),
+        Tensor(f"{prefix}dt_bias", heads),
+        Tensor(f"{prefix}norm.weight", (c["linear_value_head_dim"],), value=1.0),
+    ]
 
 
 class Parts:
@@ -147,7 +193,13 @@ def tower_tensors(shape: Shape) -> list[Tensor]:
     """Of the tower and what joins it with the decoder."""
     assert shape.tower is not None
     parts = Parts()
-    make = {"gemma3": _gemma, "mistral3": _mistral, "qwen2_5_vl": _qwen25, "qwen3_vl": _qwen3}
+    make = {
+        "gemma3": _gemma,
+        "mistral3": _mistral,
+        "qwen2_5_vl": _qwen25,
+        "qwen3_5": _qwen3,
+        "qwen3_vl": _qwen3,
+    }
     make[shape.tower["model_type"]](parts, shape.whole())
     return parts.tensors
 
@@ -170,7 +222,9 @@ def _qwen3(parts: Parts, config: dict[str, Any]) -> None:
         parts.linear(f"{block}attn.proj", width, width)
         parts.linear(f"{block}mlp.linear_fc1", c["intermediate_size"], width)
         parts.linear(f"{block}mlp.linear_fc2", width, c["intermediate_size"])
-    mergers = [f"deepstack_merger_list.{i}" for i in range(len(c["deepstack_visual_indexes"]))]
+    mergers = [
+        f"deepstack_merger_list.{i}" for i in range(len(c.get("deepstack_visual_indexes", [])))
+    ]
     for merger in ["merger", *mergers]:
         parts.norm(f"visual.{merger}.norm", width if merger == "merger" else merged)
         parts.linear(f"visual.{merger}.linear_fc1", merged, merged)
@@ -239,7 +293,7 @@ def _gemma(parts: Parts, config: dict[str, Any]) -> None:
 def adapter_tensors(shape: Shape, rank: int, dora: bool) -> list[Tensor]:
     tensors = []
     for i in range(shape.config["num_hidden_layers"]):
-        for name, (rows, cols) in shape.linears().items():
+        for name, (rows, cols) in shape.linears(i).items():
             prefix = f"base_model.model.{shape.body}layers.{i}.{name}."
             tensors.append(Tensor(prefix + "lora_A.weight", (rank, cols), STD))
             std_b = 0.5 / rank**0.5
@@ -258,7 +312,7 @@ def adapter_config(shape: Shape, rank: int, dora: bool) -> dict[str, Any]:
         "lora_alpha": rank,
         "use_dora": dora,
         "bias": "none",
-        "target_modules": [name.split(".")[1] for name in shape.linears()],
+        "target_modules": sorted(shape.all_linears()),
     }
 
 

@@ -3,9 +3,7 @@
 // layer_types, which is repeated until every layer has one.
 //
 // Of the vision-language models there is the text part, and "tower": the rest of the whole model's
-// config.json, whose text_config changes the text part (null: takes a key out). Qwen3.5-27B has no
-// entry: three quarters of its layers are linear attention with other projections, so that no
-// decoder of this server does the same work. Thread-safe.
+// config.json, whose text_config changes the text part (null: takes a key out). Thread-safe.
 #pragma once
 
 #include <cstdint>

@@ -206,8 +206,8 @@ def test_vllm_steps_are_differences_of_generations(
 def shapes() -> list[Shape]:
     """Those of texts, and those of whole models."""
     with_tower = [name for name, shape in TABLE.items() if "tower" in shape]
-    found = [Shape.read(name, 2) for name in TABLE]
-    return found + [Shape.read(name, 2, tower=True) for name in with_tower]
+    found = [Shape.read(name, 4) for name in TABLE]
+    return found + [Shape.read(name, 4, tower=True) for name in with_tower]
 
 
 @pytest.mark.parametrize("shape", shapes(), ids=lambda shape: shape.whole()["architectures"][0])

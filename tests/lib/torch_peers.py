@@ -61,7 +61,7 @@ def build(
                 r=options.rank,
                 lora_alpha=options.rank,
                 use_dora=peer != "lora",
-                target_modules=[name.split(".")[1] for name in shape.linears()],
+                target_modules=sorted(shape.all_linears()),
                 init_lora_weights=False,  # random, B too
             )
             model = get_peft_model(model, config, autocast_adapter_dtype=False).to(dtype)

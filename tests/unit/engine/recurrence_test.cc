@@ -1,5 +1,7 @@
 // States of a recurrence: where they are cached, who reads them, and that nobody writes to them.
 
+#include <map>
+
 #include "tests/unit/support/scheduler_fixture.h"
 
 namespace dorad::engine {
@@ -23,16 +25,15 @@ struct RecurrenceTest : SchedulerTest {
     return s;
   }
 
-  // Steps until the sequence has its first token; returns its chunks.
+  // Steps until the sequence has its first token; returns its chunks so far.
   std::vector<Chunk> Prefill(Sequence* sequence) {
-    std::vector<Chunk> own;
     while (sequence->generated() == 0) {
-      for (const Chunk& chunk : Step()) {
-        if (chunk.sequence == sequence) own.push_back(chunk);
-      }
+      for (const Chunk& chunk : Step()) chunks_[chunk.sequence].push_back(chunk);
     }
-    return own;
+    return chunks_[sequence];
   }
+
+  std::map<const Sequence*, std::vector<Chunk>> chunks_;
 };
 
 TEST_F(RecurrenceTest, TheStateBeforeAPromptsLastPageIsCachedAndNotWrittenAgain) {
@@ -66,10 +67,11 @@ TEST_F(RecurrenceTest, TheSamePromptGoesOnFromTheCachedState) {
   Sequence* const second = Add(40, 0, nullptr, kSame);
   Sequence* const sibling = Add(40, 0, second, kSame);
   const std::vector<Chunk> of_first = Prefill(first);
+  ASSERT_EQ(of_first[0].cached_state.size(), 2u);
   const std::vector<Chunk> of_second = Prefill(second);
   const std::vector<Chunk> of_sibling = Prefill(sibling);
   for (const auto& chunks : {of_second, of_sibling}) {
-    ASSERT_EQ(chunks.size(), 1u);
+    ASSERT_GE(chunks.size(), 1u);
     EXPECT_EQ(chunks[0].position, 32);
     EXPECT_EQ(chunks[0].state_from, of_first[0].cached_state);
   }
