@@ -257,8 +257,8 @@ CPU = [
     Fault(
         "attention window one too wide",
         "server/backends/cpu/simd/attention.cc",
-        "std::max<int64_t>(0, position - visible_.window + 1)",
-        "std::max<int64_t>(0, position - visible_.window)",
+        "std::max<int64_t>(0, position - window_ + 1)",
+        "std::max<int64_t>(0, position - window_)",
         "Models with a sliding window differ from transformers.",
         ("cpu:*AttentionTest.*",),
     ),

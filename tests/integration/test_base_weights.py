@@ -91,7 +91,9 @@ def test_tensors_that_are_served_in_another_form_are_left_to_the_trainer(zoo, tm
         others |= {name for name in files if name.startswith("multi_modal_projector.")}
         assert len(others) == 4 * 6 + 1 + 2
     assert set(weights) == served - others
-    assert all(same(weights[name], files[name]) for name in weights)
+    for name in weights:  # the table of positions is held in fp32
+        wide = name.endswith("position_embedding.weight")
+        assert same(weights[name], files[name].float() if wide else files[name]), name
 
 
 def test_rounded_weights_are_those_that_are_served_and_cannot_be_verified(zoo, tmp_path) -> None:
