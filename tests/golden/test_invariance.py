@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lib import tiny_models
-from lib.server import Server, serve
+from lib.server import Server, device, serve
 from lib.wire import FINAL, RAW, STREAM, Sample, Score
 
 KINDS = ["dora", "dora_r96", "lora", "dora_everything"]
@@ -108,6 +108,8 @@ def steps(server: Server) -> int:
 @pytest.fixture(scope="module", params=SETUPS, ids="-".join)
 def setup(request, zoo):
     family, compute = request.param
+    if device() == "cuda" and (compute == "fp32" or family.startswith("qwen35")):
+        pytest.skip("a GPU computes in bf16, and no gated delta-nets")
     folders = {kind.replace("_", "-"): zoo.adapter(family, kind) for kind in KINDS}
     settings = {
         "model.compute_dtype": compute,
