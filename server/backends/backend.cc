@@ -17,7 +17,7 @@ KvSizes KvSizesOf(const Config& config, const model::ModelConfig& model) {
   return CpuKvSizes(config, model);
 }
 
-absl::Status CheckDevice(const Config& config, const model::ModelConfig& model) {
+absl::Status CheckDevice(const Config& config, [[maybe_unused]] const model::ModelConfig& model) {
   if (config.model.device == "cpu") return absl::OkStatus();
 #ifdef DORAD_CUDA
   if (model.num_delta_layers() > 0) {
