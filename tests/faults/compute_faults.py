@@ -91,10 +91,10 @@ ENGINE = [
         ("cpu:DeltaTest.*",),
     ),
     Fault(
-        "a delta-net's decay ignores its time step's bias",
+        "a delta-net's time step has the wrong sign of its bias",
         "server/backends/cpu/ops/delta.cc",
         "Softplus(a[cell] + time_bias[head])",
-        "Softplus(a[cell])",
+        "Softplus(a[cell] - time_bias[head])",
         "Qwen3.5 answers differently from transformers.",
         ("cpu:DeltaTest.*",),
         ("golden/test_fidelity.py",),
