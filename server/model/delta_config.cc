@@ -78,8 +78,7 @@ DeltaStateLayout::DeltaStateLayout(const ModelConfig& config, int64_t block_byte
   DORAD_CHECK(most > 0 && blocks > 0);
   tile_ = std::min(most, sizes.value_dim);
   while (sizes.value_dim % tile_ != 0) --tile_;
-  tiles_ = sizes.value_dim / tile_;
-  state_blocks_ = sizes.value_heads * tiles_;
+  state_blocks_ = sizes.value_heads * (sizes.value_dim / tile_);
   const int64_t row_bytes = (sizes.convolution - 1) * sizes.qkv_size() * element_bytes;
   net_blocks_ = state_blocks_ + DivideUp(row_bytes, block_bytes);
   pages_ = DivideUp(config.num_delta_layers() * net_blocks_, blocks);

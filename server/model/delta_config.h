@@ -26,26 +26,23 @@ class DeltaStateLayout {
   // Of a sequence; 0: the model has no delta-nets.
   int64_t pages() const { return pages_; }
   int64_t tile() const { return tile_; }
-  int64_t tiles() const { return tiles_; }  // of a value head
+  // Of a delta-net: all, and those of the state, which come first.
+  int64_t net_blocks() const { return net_blocks_; }
+  int64_t state_blocks() const { return state_blocks_; }
 
   struct Block {
     int64_t page = 0;   // of the sequence's pages
     int64_t block = 0;  // in the page
   };
-  // net: the number of the delta-net among the model's.
-  Block StateAt(int64_t net, int64_t head, int64_t tile) const {
-    return At(net * net_blocks_ + head * tiles_ + tile);
+  // The i-th of a delta-net; net: its number among the model's.
+  Block BlockAt(int64_t net, int64_t i) const {
+    const int64_t index = net * net_blocks_ + i;
+    return {index / blocks_, index % blocks_};
   }
-  // The i-th block of the convolution's rows.
-  Block RowsAt(int64_t net, int64_t i) const { return At(net * net_blocks_ + state_blocks_ + i); }
-  int64_t row_blocks() const { return net_blocks_ - state_blocks_; }
 
  private:
-  Block At(int64_t index) const { return {index / blocks_, index % blocks_}; }
-
   int64_t blocks_ = 1;
   int64_t tile_ = 0;
-  int64_t tiles_ = 0;
   int64_t state_blocks_ = 0;  // of a delta-net
   int64_t net_blocks_ = 0;
   int64_t pages_ = 0;

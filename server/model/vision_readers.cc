@@ -63,6 +63,22 @@ void ReadRope(Fields& fields, VisionConfig* vision) {
   vision->theta = rope.Number("rope_theta", vision->theta, {1.0, 1e12});
 }
 
+// What the towers of Mistral and Gemma have in common.
+VisionConfig ReadPlain(Fields& fields, absl::Span<const char* const> types, int64_t width,
+                       int64_t inner, int64_t depth, const ModelConfig& text) {
+  VisionConfig vision;
+  CheckType(fields, types);
+  vision.width = fields.Int("hidden_size", width, kWidths);
+  vision.inner = fields.Int("intermediate_size", inner, kWidths);
+  ReadHeads(fields, "num_attention_heads", &vision);
+  vision.channels = fields.Int("num_channels", 3, kSides);
+  vision.patch = fields.Int("patch_size", 16, kSides);
+  vision.temporal_patch = 1;
+  vision.output = text.hidden_size;
+  vision.blocks.resize(fields.Int("num_hidden_layers", depth, kCounts));
+  return vision;
+}
+
 // What the towers of Qwen have in common.
 VisionConfig ReadQwen(Fields& root, Fields& fields, const QwenDefaults& defaults,
                       const ModelConfig& text) {
@@ -210,17 +226,8 @@ VisionConfig ReadQwen25Vision(Fields& root, const ModelConfig& text) {
 VisionConfig ReadMistral3Vision(Fields& root, const ModelConfig& text) {
   static constexpr const char* kTypes[] = {"pixtral"};
   Fields fields = root.Child("vision_config");
-  VisionConfig vision;
-  CheckType(fields, kTypes);
-  vision.width = fields.Int("hidden_size", 1024, kWidths);
-  vision.inner = fields.Int("intermediate_size", 4096, kWidths);
-  ReadHeads(fields, "num_attention_heads", &vision);
-  vision.channels = fields.Int("num_channels", 3, kSides);
-  vision.patch = fields.Int("patch_size", 16, kSides);
-  vision.temporal_patch = 1;
+  VisionConfig vision = ReadPlain(fields, kTypes, 1024, 4096, 24, text);
   vision.merge = root.Int("spatial_merge_size", 2, {1, 64});
-  vision.output = text.hidden_size;
-  vision.blocks.resize(fields.Int("num_hidden_layers", 24, kCounts));
   ReadRope(fields, &vision);
   vision.norm_eps = 1e-5;
   vision.merger_eps = text.rms_norm_eps;
@@ -271,17 +278,8 @@ VisionConfig ReadMistral3Vision(Fields& root, const ModelConfig& text) {
 VisionConfig ReadGemma3Vision(Fields& root, const ModelConfig& text) {
   static constexpr const char* kTypes[] = {"siglip_vision_model"};
   Fields fields = root.Child("vision_config");
-  VisionConfig vision;
-  CheckType(fields, kTypes);
+  VisionConfig vision = ReadPlain(fields, kTypes, 768, 3072, 12, text);
   CheckActivation(fields, "hidden_act", "gelu_pytorch_tanh");
-  vision.width = fields.Int("hidden_size", 768, kWidths);
-  vision.inner = fields.Int("intermediate_size", 3072, kWidths);
-  ReadHeads(fields, "num_attention_heads", &vision);
-  vision.channels = fields.Int("num_channels", 3, kSides);
-  vision.patch = fields.Int("patch_size", 16, kSides);
-  vision.temporal_patch = 1;
-  vision.output = text.hidden_size;
-  vision.blocks.resize(fields.Int("num_hidden_layers", 12, kCounts));
   vision.norm_eps = vision.merger_eps = fields.Number("layer_norm_eps", 1e-6, {0.0, 0.1});
   ReadPool(root, fields, &vision);
   vision.bidirectional = true;

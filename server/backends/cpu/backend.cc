@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "server/backends/cpu/adapter_builder.h"
 #include "server/backends/cpu/host_copies.h"
+#include "server/backends/cpu/kv_layout.h"
 #include "server/backends/cpu/model.h"
 #include "server/backends/cpu/model_runner.h"
 #include "server/backends/cpu/ops/thread_team.h"

@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "server/backends/cpu/model_runner.h"
+#include "server/backends/cpu/kv_layout.h"
 #include "server/backends/cpu/ops/activation.h"
 #include "server/backends/cpu/ops/delta.h"
 #include "server/backends/cpu/ops/embedding.h"
@@ -121,7 +121,7 @@ class Decoder::Pass {
                    {spec.b, &w.b, b},
                    {spec.a, &w.a, a}});
     const std::vector<ops::DeltaRows> sequences = DeltaRowsOf(net, kv);
-    const ops::DeltaShape shape{sizes, states_.tile(), sizes.value_heads * states_.tiles(),
+    const ops::DeltaShape shape{sizes, states_.tile(), states_.state_blocks(),
                                 BlockBytes(kv[0].k) / static_cast<int64_t>(sizeof(float))};
     const at::Tensor mixed = ops::DeltaConvolution(qkv, w.convolution, sequences, shape);
     at::Tensor o = ops::GatedDeltaRule(mixed, b, a, w.decay_log, w.time_bias, sequences, shape);
@@ -171,13 +171,8 @@ class Decoder::Pass {
     };
     const auto blocks_of = [&](absl::Span<const int32_t> pages) {
       std::vector<float*> blocks;
-      for (int64_t head = 0; head < config_.delta.value_heads; ++head) {
-        for (int64_t tile = 0; tile < states_.tiles(); ++tile) {
-          blocks.push_back(block_at(pages, states_.StateAt(net, head, tile)));
-        }
-      }
-      for (int64_t i = 0; i < states_.row_blocks(); ++i) {
-        blocks.push_back(block_at(pages, states_.RowsAt(net, i)));
+      for (int64_t i = 0; i < states_.net_blocks(); ++i) {
+        blocks.push_back(block_at(pages, states_.BlockAt(net, i)));
       }
       return blocks;
     };

@@ -231,15 +231,6 @@ class CpuModelRunner final : public ModelRunner {
 
 }  // namespace
 
-int64_t CpuKvPageBytes(const model::ModelConfig& model, int64_t element_bytes) {
-  return 2 * model.num_attention_layers() * model.kv_size() * kKvPageTokens * element_bytes;
-}
-
-model::DeltaStateLayout CpuStateLayout(const model::ModelConfig& model, int64_t element_bytes) {
-  return {model, model.kv_size() * kKvPageTokens * element_bytes, 2 * model.num_attention_layers(),
-          sizeof(float)};
-}
-
 std::unique_ptr<ModelRunner> MakeCpuModelRunner(const model::LoadedModel& model, int64_t kv_pages,
                                                 int64_t max_positions) {
   return std::make_unique<CpuModelRunner>(model, kv_pages, max_positions);

@@ -1,4 +1,5 @@
-// States of a recurrence: where they are cached, who reads them, and that nobody writes to them.
+// States of a recurrence: their places in the cache and their readers. No step changes a cached
+// one.
 
 #include <map>
 

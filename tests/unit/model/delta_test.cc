@@ -92,8 +92,8 @@ TEST(DeltaTest, AStateFillsWholeBlocksOfItsPages) {
   // In bf16: the keys of 16 tokens in a layer are as large as the state of a head.
   const DeltaStateLayout layout(*config, 16 * 4 * 256 * 2, 2 * 16, 2);
   EXPECT_EQ(layout.tile(), 64);
-  EXPECT_EQ(layout.tiles(), 2);
-  EXPECT_EQ(layout.row_blocks(), 2);
+  EXPECT_EQ(layout.state_blocks(), 48 * 2);
+  EXPECT_EQ(layout.net_blocks(), 48 * 2 + 2);
   EXPECT_EQ(layout.pages(), 48 * (48 * 2 + 2) / 32);
 }
 
@@ -110,14 +110,9 @@ TEST(DeltaTest, NoTwoPartsOfAStateShareABlock) {
         EXPECT_TRUE(seen.emplace(block.page, block.block).second);
       };
       for (int64_t net = 0; net < 48; ++net) {
-        for (int64_t head = 0; head < 48; ++head) {
-          for (int64_t tile = 0; tile < layout.tiles(); ++tile) {
-            add(layout.StateAt(net, head, tile));
-          }
-        }
-        for (int64_t i = 0; i < layout.row_blocks(); ++i) add(layout.RowsAt(net, i));
+        for (int64_t i = 0; i < layout.net_blocks(); ++i) add(layout.BlockAt(net, i));
       }
-      EXPECT_EQ(layout.tile() * layout.tiles(), 128);
+      EXPECT_EQ(layout.tile() * layout.state_blocks(), 48 * 128);
       EXPECT_LE(layout.tile() * 128 * 4, block_bytes);
     }
   }

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "server/backends/cpu/simd/parallel.h"
 #include "server/platform/check.h"
@@ -29,26 +28,25 @@ void Normalise(const float* x, int64_t size, float scale, float* to) {
   for (int64_t i = 0; i < size; ++i) to[i] = x[i] * inverse * scale;
 }
 
+// copy(block, at, count) for the blocks of the convolution's rows: each has `count` of their
+// elements, from `at` on.
+template <typename Copy>
+void ForRowBlocks(const DeltaShape& shape, Copy copy) {
+  const int64_t size = (shape.sizes.convolution - 1) * shape.sizes.qkv_size();
+  for (int64_t at = 0, i = shape.state_blocks; at < size; at += shape.block_size, ++i) {
+    copy(i, at, std::min(shape.block_size, size - at));
+  }
+}
+
 // The rows of the convolution's state, [K - 1, C].
 std::vector<float> LastRows(const DeltaRows& sequence, const DeltaShape& shape) {
   const int64_t size = (shape.sizes.convolution - 1) * shape.sizes.qkv_size();
   std::vector<float> rows(static_cast<size_t>(size), 0.0f);
-  for (int64_t at = 0, i = shape.state_blocks; !sequence.from.empty() && at < size; ++i) {
-    const int64_t count = std::min(shape.block_size, size - at);
-    std::copy_n(sequence.from[i], count, rows.begin() + at);
-    at += count;
-  }
+  if (sequence.from.empty()) return rows;
+  ForRowBlocks(shape, [&](int64_t block, int64_t at, int64_t count) {
+    std::copy_n(sequence.from[block], count, rows.begin() + at);
+  });
   return rows;
-}
-
-void KeepLastRows(const std::vector<float>& rows, const DeltaRows& sequence,
-                  const DeltaShape& shape) {
-  const auto size = static_cast<int64_t>(rows.size());
-  for (int64_t at = 0, i = shape.state_blocks; at < size; ++i) {
-    const int64_t count = std::min(shape.block_size, size - at);
-    std::copy_n(rows.begin() + at, count, sequence.to[i]);
-    at += count;
-  }
 }
 
 // One head's rows, with what they have in common with other columns.
@@ -120,7 +118,9 @@ at::Tensor DeltaConvolution(const at::Tensor& qkv_TC, const at::Tensor& weight,
     for (int64_t row = s.count - taps + 1; row < s.count; ++row) {
       kept.insert(kept.end(), row_at(row), row_at(row) + channels);
     }
-    KeepLastRows(kept, s, shape);
+    ForRowBlocks(shape, [&](int64_t block, int64_t at, int64_t count) {
+      std::copy_n(kept.begin() + at, count, s.to[block]);
+    });
   }
   return out;
 }
