@@ -59,7 +59,41 @@ cudaError_t Gated(const __nv_bfloat16* gate_up, int32_t rows, int32_t size, __nv
   return LaunchEarly(kernel, grid, kThreads, 0, stream, gate_up, size, out);
 }
 
+template <int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    GateHeadsKernel(const __nv_bfloat16* qkv, int64_t pitch, int heads, int head_dim,
+                    __nv_bfloat16* values) {
+  LaunchDependents();
+  WaitForPrevious();
+  const int64_t row = blockIdx.y;
+  const int i = static_cast<int>(blockIdx.x * kThreads + threadIdx.x) * kWidth;
+  if (i >= heads * head_dim) return;
+  const int head = i / head_dim;
+  const auto gate = *reinterpret_cast<const Group<kWidth>*>(
+      qkv + row * pitch + (2 * head + 1) * head_dim + i % head_dim);
+  auto& at = *reinterpret_cast<Group<kWidth>*>(values + row * heads * head_dim + i);
+  Group<kWidth> y = at;
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) {
+    y.values[j] = __float2bfloat16_rn(__fdividef(__bfloat162float(y.values[j]),
+                                                 1.0f + __expf(-__bfloat162float(gate.values[j]))));
+  }
+  at = y;
+}
+
 }  // namespace
+
+cudaError_t GateHeads(const __nv_bfloat16* qkv, int64_t pitch, int32_t rows, int32_t heads,
+                      int32_t head_dim, __nv_bfloat16* values, cudaStream_t stream) {
+  if (rows <= 0 || rows > 65535 || heads <= 0 || head_dim <= 0 || !IsAligned(qkv) ||
+      !IsAligned(values)) {
+    return cudaErrorInvalidValue;
+  }
+  const int width = head_dim % 8 == 0 && pitch % 8 == 0 ? 8 : 1;
+  const auto kernel = width == 8 ? GateHeadsKernel<8> : GateHeadsKernel<1>;
+  const dim3 grid((heads * head_dim / width + kThreads - 1) / kThreads, rows);
+  return LaunchEarly(kernel, grid, kThreads, 0, stream, qkv, pitch, heads, head_dim, values);
+}
 
 cudaError_t SiluMul(const __nv_bfloat16* gate_up, int32_t rows, int32_t size, __nv_bfloat16* out,
                     cudaStream_t stream) {

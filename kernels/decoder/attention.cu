@@ -82,7 +82,9 @@ cudaError_t PagedAttention(const PagedAttentionParams& params, cudaStream_t stre
 
 cudaError_t AppendAttention(const RopeAppendParams& append, const PagedAttentionParams& attention,
                             cudaStream_t stream) {
-  if (attention.workspace.data == nullptr || !IsFastAttention(attention.shape)) {
+  const bool turns =
+      !IsPartial(append) || (AppendsParts(attention.shape.head_dim) && TurnsByPairs(append));
+  if (attention.workspace.data == nullptr || !IsFastAttention(attention.shape) || !turns) {
     DORAD_CUDA_RETURN_IF_ERROR(RopeAppend(append, stream));
     return PagedAttention(attention, stream);
   }

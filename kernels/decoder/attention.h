@@ -30,19 +30,21 @@ struct KvCache {
   __nv_bfloat16* v = nullptr;
 };
 
-// Pairs (i, i + head_dim / 2) are rotated, as in transformers' rotate_half. `rows`, the norms and
-// the angles are read while earlier kernels of the stream may still run: none of them may write
-// these.
+// Pairs (i, i + width / 2) of a head's first `width` elements are rotated, as in transformers'
+// rotate_half. `rows`, the norms and the angles are read while earlier kernels of the stream may
+// still run: none of them may write these.
 struct RopeAppendParams {
   StepRows rows;
   AttentionShape shape;
+  int32_t width = 0;                   // even; 0: head_dim
+  bool has_gates = false;              // each query is followed by its gate, see GateHeads
   const __nv_bfloat16* qkv = nullptr;  // [rows, (heads + 2·kv_heads) · head_dim], 4-byte aligned
   const float* q_norm = nullptr;       // [head_dim]; null: the model has none (Qwen3 has both)
   const float* k_norm = nullptr;
   float eps = 0.0f;
-  const float* cos = nullptr;  // [positions, head_dim / 2]
+  const float* cos = nullptr;  // [positions, width / 2]
   const float* sin = nullptr;
-  // [head_dim / 2]: the one of StepRows::rotary that turns the pair. Null: the first.
+  // [width / 2]: the one of StepRows::rotary that turns the pair. Null: the first.
   const uint8_t* axes = nullptr;
   __nv_bfloat16* q = nullptr;  // out: [rows, heads · head_dim]
   KvCache cache;               // out: the rows' positions

@@ -2,6 +2,7 @@
 #include "kernels/common/barrier.cuh"
 #include "kernels/common/launch.h"
 #include "kernels/decoder/attention.h"
+#include "kernels/decoder/attention_layout.h"
 #include "kernels/decoder/attention_rotary.cuh"
 
 namespace dorad::kernels {
@@ -23,13 +24,14 @@ __global__ void __launch_bounds__(32 * kWarps) RopeAppendKernel(const RopeAppend
   const int position = p.rows.positions[row];
   const int sequence = p.rows.sequences[row];
   const int64_t page = p.rows.pages[p.rows.page_begin[sequence] + position / kKvPageTokens];
-  const Head angles = LoadAngles<kPairs, kByAxes>(p, row, position, half);
+  const Head angles = IsPartial(p) ? LoadPartAngles<kPairs, kByAxes>(p, row, position)
+                                   : LoadAngles<kPairs, kByAxes>(p, row, position, half);
   WaitForPrevious();
   Head x[kHeads];
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
     if (first + h < heads) {
-      x[h] = LoadHead<kPairs>(p.qkv + (int64_t{row} * heads + first + h) * dim, half);
+      x[h] = LoadHead<kPairs>(HeadAt(p, row, first + h), half);
     }
   }
 #pragma unroll
@@ -50,13 +52,17 @@ __global__ void __launch_bounds__(32 * kWarps) RopeAppendKernel(const RopeAppend
     if (norm != nullptr) {
       NormHead<kPairs>(x[h], LoadHead<kPairs>(norm, norm + half, half), half, p.eps);
     }
-    if (!is_value) RotateHead<kPairs>(x[h], angles);
+    if (!is_value && IsPartial(p)) {
+      RotatePart<kPairs>(x[h], angles, p.width);
+    } else if (!is_value) {
+      RotateHead<kPairs>(x[h], angles);
+    }
     StoreHead<kPairs>(x[h], half, [out](int i) { return out + i; });
   }
 }
 
-// The same for an odd half, one element at a time.
-__global__ void __launch_bounds__(32 * kWarps) RopeAppendOddKernel(const RopeAppendParams p) {
+// The same for any half and part, one element at a time.
+__global__ void __launch_bounds__(32 * kWarps) RopeAppendAnyKernel(const RopeAppendParams p) {
   const int heads = p.shape.heads + 2 * p.shape.kv_heads;
   const int row = blockIdx.x;
   const int head = blockIdx.y * kWarps + threadIdx.x / 32;
@@ -65,8 +71,9 @@ __global__ void __launch_bounds__(32 * kWarps) RopeAppendOddKernel(const RopeApp
   if (head >= heads) return;
   const int lane = threadIdx.x % 32;
   const int dim = p.shape.head_dim;
-  const int half = dim / 2;
-  const __nv_bfloat16* x = p.qkv + (int64_t{row} * heads + head) * dim;
+  const int width = p.width == 0 ? dim : p.width;
+  const int half = width / 2;
+  const __nv_bfloat16* const x = HeadAt(p, row, head);
   const auto at = [x](int i) { return __bfloat162float(x[i]); };
   const int position = p.rows.positions[row];
   const bool is_query = head < p.shape.heads;
@@ -91,17 +98,20 @@ __global__ void __launch_bounds__(32 * kWarps) RopeAppendOddKernel(const RopeApp
     }
     scale = rsqrtf(squares / static_cast<float>(dim) + p.eps);
   }
-  for (int i = lane; i < half; i += 32) {
-    const float a = norm == nullptr ? at(i) : at(i) * scale * norm[i];
-    const float b = norm == nullptr ? at(i + half) : at(i + half) * scale * norm[i + half];
-    int turned = position;
-    if (p.rows.rotary != nullptr) {
-      turned = p.rows.rotary[3 * row + (p.axes == nullptr ? 0 : p.axes[i])];
+  const auto normed = [&](int i) { return norm == nullptr ? at(i) : at(i) * scale * norm[i]; };
+  for (int i = lane; i < dim; i += 32) {
+    float y = normed(i);
+    if (!is_value && i < width) {
+      const int angle = i < half ? i : i - half;
+      int turned = position;
+      if (p.rows.rotary != nullptr) {
+        turned = p.rows.rotary[3 * row + (p.axes == nullptr ? 0 : p.axes[angle])];
+      }
+      const float cos = p.cos[int64_t{turned} * half + angle];
+      const float sin = p.sin[int64_t{turned} * half + angle];
+      y = i < half ? y * cos - normed(i + half) * sin : y * cos + normed(i - half) * sin;
     }
-    const float cos = is_value ? 1.0f : p.cos[int64_t{turned} * half + i];
-    const float sin = is_value ? 0.0f : p.sin[int64_t{turned} * half + i];
-    out[i] = __float2bfloat16_rn(a * cos - b * sin);
-    out[i + half] = __float2bfloat16_rn(b * cos + a * sin);
+    out[i] = __float2bfloat16_rn(y);
   }
 }
 
@@ -130,7 +140,12 @@ cudaError_t RopeAppend(const RopeAppendParams& params, cudaStream_t stream) {
       shape.head_dim > 256) {
     return cudaErrorInvalidValue;
   }
-  if (shape.head_dim % 4 != 0) return Launch(RopeAppendOddKernel, params, 1, stream);
+  if (params.width % 2 != 0 || params.width < 0 || params.width > shape.head_dim) {
+    return cudaErrorInvalidValue;
+  }
+  if (shape.head_dim % 4 != 0 || (IsPartial(params) && !TurnsByPairs(params))) {
+    return Launch(RopeAppendAnyKernel, params, 1, stream);
+  }
   const bool by_axes = params.rows.rotary != nullptr && params.axes != nullptr;
   if (shape.head_dim <= 128) {
     return by_axes ? LaunchEven<1, true>(params, stream) : LaunchEven<1, false>(params, stream);

@@ -80,6 +80,19 @@ inline bool IsFastAttention(const AttentionShape& shape) {
          AttentionGroup(shape) <= kAttentionMaxGroup;
 }
 
+// Whether only a part of a head turns.
+constexpr bool IsPartial(const RopeAppendParams& params) {
+  return params.width != 0 && params.width != params.shape.head_dim;
+}
+
+// Whether a part of a head can be turned two neighbouring elements at a time (RotatePart).
+inline bool TurnsByPairs(const RopeAppendParams& params) {
+  return params.width % 4 == 0 && params.width <= params.shape.head_dim / 2;
+}
+
+// Whether AppendAttention turns such parts in the same launch.
+constexpr bool AppendsParts(int head_dim) { return head_dim == 256; }
+
 // Tokens of one AttentionRowTile.
 inline int32_t AttentionTileTokens(const AttentionShape& shape) {
   return kAttentionTileRows / AttentionGroup(shape);

@@ -48,6 +48,14 @@ __device__ inline HeadPairs<kPairs> LoadHead(const float* low, const float* high
   return x;
 }
 
+// Where a head of a row begins in qkv: query heads, then key heads, then value heads.
+__device__ inline const __nv_bfloat16* HeadAt(const RopeAppendParams& p, int row, int head) {
+  const int queries = p.shape.heads;
+  const int gates = p.has_gates ? queries : 0;
+  const int at = head + (head < queries && p.has_gates ? head : gates);
+  return p.qkv + (int64_t{row} * (queries + gates + 2 * p.shape.kv_heads) + at) * p.shape.head_dim;
+}
+
 // Cosines (low) and sines (high) of a row whose position in its sequence is `position`. kByAxes:
 // RopeAppendParams::axes is there.
 template <int kPairs, bool kByAxes = false>
@@ -70,6 +78,34 @@ __device__ inline HeadPairs<kPairs> LoadAngles(const RopeAppendParams& p, int ro
   }
   const int64_t at = int64_t{rotary == nullptr ? position : *rotary} * half;
   return LoadHead<kPairs>(p.cos + at, p.sin + at, half);
+}
+
+// The same for a part of the head: for each element its cosine (low) and its sine with the sign of
+// its partner (high).
+template <int kPairs, bool kByAxes>
+__device__ inline HeadPairs<kPairs> LoadPartAngles(const RopeAppendParams& p, int row,
+                                                   int position) {
+  const int32_t* const rotary = p.rows.rotary == nullptr ? nullptr : p.rows.rotary + 3 * row;
+  const int half = p.width / 2;
+  HeadPairs<kPairs> x;
+#pragma unroll
+  for (int j = 0; j < kPairs; ++j) {
+    const int i = 2 * (threadIdx.x % 32 + 32 * j);
+    x.low[j] = x.high[j] = make_float2(0.0f, 0.0f);
+    if (i >= p.width) continue;
+    const int angle = i < half ? i : i - half;
+    const float sign = i < half ? -1.0f : 1.0f;
+    int64_t first = rotary == nullptr ? position : *rotary, second = first;
+    if constexpr (kByAxes) {
+      first = rotary[p.axes[angle]];
+      second = rotary[p.axes[angle + 1]];
+    }
+    first = first * half + angle;
+    second = second * half + angle + 1;
+    x.low[j] = {p.cos[first], p.cos[second]};
+    x.high[j] = {sign * p.sin[first], sign * p.sin[second]};
+  }
+  return x;
 }
 
 // x / sqrt(mean(x²) + eps) · weight.
@@ -114,6 +150,29 @@ __device__ inline void RotateHead(HeadPairs<kPairs>& x, const HeadPairs<kPairs>&
     const float2 a = x.low[j], b = x.high[j], cos = angles.low[j], sin = angles.high[j];
     x.low[j] = {first(a.x, b.x, cos.x, sin.x), first(a.y, b.y, cos.y, sin.y)};
     x.high[j] = {second(a.x, b.x, cos.x, sin.x), second(a.y, b.y, cos.y, sin.y)};
+  }
+}
+
+// The same for the part of LoadPartAngles; `width`: its elements, a multiple of 4 and at most half
+// of the head. All lanes take part.
+template <int kPairs>
+__device__ inline void RotatePart(HeadPairs<kPairs>& x, const HeadPairs<kPairs>& angles,
+                                  int width) {
+  const HeadPairs<kPairs> from = x;
+#pragma unroll
+  for (int j = 0; j < kPairs; ++j) {
+    const int pair = threadIdx.x % 32 + 32 * j;
+    const int partner = pair < width / 4 ? pair + width / 4 : pair - width / 4;
+    float2 other = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) {
+      const float a = __shfl_sync(0xFFFFFFFF, from.low[n].x, partner % 32);
+      const float b = __shfl_sync(0xFFFFFFFF, from.low[n].y, partner % 32);
+      if (partner / 32 == n) other = make_float2(a, b);
+    }
+    if (pair >= width / 2) continue;
+    x.low[j].x = __fmaf_rn(x.low[j].x, angles.low[j].x, __fmul_rn(other.x, angles.high[j].x));
+    x.low[j].y = __fmaf_rn(x.low[j].y, angles.low[j].y, __fmul_rn(other.y, angles.high[j].y));
   }
 }
 

@@ -219,31 +219,39 @@ __device__ void StartRow(const Args& p, const TileInfo& info, uint8_t* shared, i
   const bool is_appending = append.qkv != nullptr;
   const int heads = p.kv_heads * p.group;
   Head angles;
-  const __nv_bfloat16* row = p.q + int64_t{info.row} * heads * C::head_dim;
+  const bool is_part = AppendsParts(C::head_dim) && IsPartial(append);
   if (is_appending) {
-    row = append.qkv + int64_t{info.row} * (heads + 2 * p.kv_heads) * C::head_dim;
-    angles = LoadAngles<kPairs>(append, info.row, info.own, kHalf);
+    angles = is_part ? LoadPartAngles<kPairs, false>(append, info.row, info.own)
+                     : LoadAngles<kPairs>(append, info.row, info.own, kHalf);
   }
+  const auto head_at = [&](int head) {
+    return is_appending ? HeadAt(append, info.row, head)
+                        : p.q + (int64_t{info.row} * heads + head) * C::head_dim;
+  };
   if (is_waiting) WaitForPrevious();
   const auto* const norms = reinterpret_cast<const float*>(shared + C::norms_at);
   const auto turn = [&](Head& x, bool has_norm, const float* norm) {
     if (has_norm) {
       NormHead<kPairs>(x, LoadHead<kPairs>(norm, norm + kHalf, kHalf), kHalf, append.eps);
     }
-    RotateHead<kPairs>(x, angles);
+    if (is_part) {
+      RotatePart<kPairs>(x, angles, append.width);
+    } else {
+      RotateHead<kPairs>(x, angles);
+    }
   };
   const bool is_key = warp == kKeyWarp;
   const bool appends = info.page >= 0 && warp >= kKeyWarp;
   Head fresh;
   if (appends) {
     const int head = heads + (is_key ? 0 : p.kv_heads) + info.head;
-    fresh = LoadHead<kPairs>(row + head * C::head_dim, kHalf);
+    fresh = LoadHead<kPairs>(head_at(head), kHalf);
   }
   if (info.flags & kItemBegins) {
     auto* const queries = reinterpret_cast<__nv_bfloat16*>(shared + C::query_at);
 #pragma unroll 1
     for (int head = warp; head < p.group; head += kWarps) {
-      Head query = LoadHead<kPairs>(row + (info.head * p.group + head) * C::head_dim, kHalf);
+      Head query = LoadHead<kPairs>(head_at(info.head * p.group + head), kHalf);
       if (is_appending) turn(query, append.q_norm != nullptr, norms);
       StoreHead<kPairs>(query, kHalf, [&](int i) { return queries + head * C::head_dim + i; });
     }

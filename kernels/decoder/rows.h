@@ -8,6 +8,14 @@ namespace dorad::kernels {
 // Tokens of one page of the key/value cache.
 inline constexpr int32_t kKvPageTokens = 16;
 
+// Of sequences with a recurrence. A state's pages follow each other in StepRows::pages.
+struct StepStates {
+  int32_t sequences = 0;
+  const int32_t* row_begin = nullptr;  // [sequences + 1], of a sequence's rows
+  const int32_t* to = nullptr;         // [sequences], index of the first page; -1: no state
+  const int32_t* from = nullptr;       // the same before the rows; -1: zeros
+};
+
 struct StepRows {
   int32_t rows = 0;
   const int32_t* token_ids = nullptr;  // [rows]
@@ -19,6 +27,7 @@ struct StepRows {
   const int32_t* pages = nullptr;
   // [rows, 3], positions of the rotary embedding: time, height, width. Null: all are `positions`.
   const int32_t* rotary = nullptr;
+  StepStates states;  // nulls without a recurrence
 };
 
 }  // namespace dorad::kernels

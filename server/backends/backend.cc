@@ -12,7 +12,7 @@ namespace {
 
 KvSizes KvSizesOf(const Config& config, const model::ModelConfig& model) {
 #ifdef DORAD_CUDA
-  if (config.model.device != "cpu") return {CudaKvPageBytes(model)};
+  if (config.model.device != "cpu") return CudaKvSizes(model);
 #endif
   return CpuKvSizes(config, model);
 }
@@ -20,12 +20,7 @@ KvSizes KvSizesOf(const Config& config, const model::ModelConfig& model) {
 absl::Status CheckDevice(const Config& config, [[maybe_unused]] const model::ModelConfig& model) {
   if (config.model.device == "cpu") return absl::OkStatus();
 #ifdef DORAD_CUDA
-  if (model.num_delta_layers() > 0) {
-    return MakeInvalid("model", {{"model.device", "MODEL_UNSUPPORTED",
-                                  absl::StrCat("gated delta-nets (", model.model_type,
-                                               ") run on the CPU only: give --device cpu")}});
-  }
-  return CheckCudaConfig(config);
+  return CheckCudaConfig(config, model);
 #else
   return MakeInvalid("model", {{"model.device", "DEVICE_NOT_BUILT",
                                 "this binary was built without CUDA (no nvcc was found)"}});

@@ -127,12 +127,11 @@ absl::StatusOr<std::unique_ptr<Backend>> LoadCudaBackend(const Config& config,
                                                          model::ModelConfig model);
 // The name of the GPU that LoadCudaBackend would use. FAILED_PRECONDITION (DEVICE_UNAVAILABLE).
 absl::StatusOr<std::string> FindGpu();
-// INVALID_ARGUMENT (COMPUTE_DTYPE_UNSUPPORTED, MAX_RANK_UNSUPPORTED).
-absl::Status CheckCudaConfig(const Config& config);
+// INVALID_ARGUMENT (COMPUTE_DTYPE_UNSUPPORTED, MAX_RANK_UNSUPPORTED, MODEL_UNSUPPORTED).
+absl::Status CheckCudaConfig(const Config& config, const model::ModelConfig& model);
 // Why a GPU does not serve the tower: INVALID_ARGUMENT (MODEL_UNSUPPORTED).
 absl::Status CheckCudaTower(const model::VisionConfig& vision);
 KvSizes CpuKvSizes(const Config& config, const model::ModelConfig& model);
-// Bytes of one KV page on a GPU.
-int64_t CudaKvPageBytes(const model::ModelConfig& model);
+KvSizes CudaKvSizes(const model::ModelConfig& model);
 
 }  // namespace dorad

@@ -37,6 +37,7 @@
 #include "server/backends/cuda/adapter_builder.h"
 #include "server/backends/cuda/device.h"
 #include "server/backends/cuda/host_copies.h"
+#include "server/backends/cuda/kv_layout.h"
 #include "server/backends/cuda/model.h"
 #include "server/backends/cuda/model_runner.h"
 #include "server/backends/cuda/pinned_pages.h"
@@ -324,12 +325,13 @@ class Bench {
   void Disturb(Tensors& tensors, const void* device, const void* pinned) {
     const int64_t batch = options_.at("batch");
     const int64_t context = options_.at("context");
-    const int64_t pages = batch * (context / engine::kKvPageTokens + 2);
+    const int64_t pages =
+        batch * (context / engine::kKvPageTokens + 2 + StateLayoutOf(model_->config()).pages());
     const auto runner = Must(MakeCudaModelRunner(
         model_.get(), {pages, context + 16, batch, batch, gaps_.get()}, &ledger_));
     const adapter::LoadedAdapter loaded("bench", 1, adapter::AdapterSummary(),
                                         Build(tensors.At(pinned, TensorPlace::kPinned)).weights);
-    bench::DecodeStep step(batch, context, &loaded);
+    bench::DecodeStep step(batch, context, runner->state_pages(), &loaded);
     const auto run = [&](const char* during, const std::function<void()>& load,
                          size_t least_steps = 200) {
       std::vector<double> times, loads;

@@ -38,20 +38,23 @@ inline double Quantile(std::vector<double> values, double share) {
 // A step in which every sequence of a batch decodes one token behind a context.
 class DecodeStep {
  public:
-  // adapter: of all sequences, borrowed; nullptr: base.
-  DecodeStep(int64_t batch, int64_t context, const adapter::LoadedAdapter* adapter) {
+  // state_pages: engine::ModelRunner's. adapter: of all sequences, borrowed; nullptr: base.
+  DecodeStep(int64_t batch, int64_t context, int64_t state_pages,
+             const adapter::LoadedAdapter* adapter) {
     rows_.resize(static_cast<size_t>(batch));
     int32_t page = 0;
     for (int64_t i = 0; i < batch; ++i) {
       Row& row = rows_[i];
       row.tokens = {static_cast<engine::TokenId>(i * 7919 % 151936)};
       for (int64_t p = 0; p * engine::kKvPageTokens < context + 1; ++p) row.pages.push_back(page++);
+      for (int64_t p = 0; p < state_pages; ++p) row.state.push_back(page++);
       row.want.sampling.temperature = 0.0f;
       row.want.position = context + 1;
       engine::StepSequence sequence;
       sequence.tokens = row.tokens;
       sequence.position = context;
       sequence.pages = row.pages;
+      sequence.state = row.state;
       sequence.sample = &row.want;
       sequence.adapter = adapter;
       sequences_.push_back(sequence);
@@ -71,7 +74,7 @@ class DecodeStep {
  private:
   struct Row {
     std::vector<engine::TokenId> tokens;
-    std::vector<int32_t> pages;
+    std::vector<int32_t> pages, state;
     engine::SampleWant want;
   };
   std::vector<Row> rows_;

@@ -22,6 +22,7 @@
 #include "server/backends/cuda/adapter.h"
 #include "server/backends/cuda/decoder.h"
 #include "server/backends/cuda/device.h"
+#include "server/backends/cuda/kv_layout.h"
 #include "server/backends/cuda/model.h"
 #include "server/backends/cuda/model_runner.h"
 #include "server/engine/model_runner.h"
@@ -185,14 +186,16 @@ class Bench {
     const int64_t batch = *std::max_element(options_.batch.begin(), options_.batch.end());
     const int64_t rows = std::max(batch, options_.prefill);
     const int64_t pages =
-        (batch * (options_.context + 64) + options_.prefill) / engine::kKvPageTokens + 2 * batch;
+        (batch * (options_.context + 64) + options_.prefill) / engine::kKvPageTokens +
+        batch * (2 + StateLayoutOf(config).pages());
     const int64_t positions = std::max<int64_t>(16384, options_.context + 64);
     runner_ = Must(MakeCudaModelRunner(
         model_.get(), {pages, std::max(positions, options_.prefill), rows, batch}, &ledger_));
     std::printf(
-        "{\"shape\": \"%s\", \"layers\": %lld, \"copy_TBps\": %.3f, \"weights_GB\": %.3f}\n",
+        "{\"shape\": \"%s\", \"layers\": %lld, \"copy_TBps\": %.3f, \"weights_GB\": %.3f, "
+        "\"state_MB\": %.1f}\n",
         options_.shape.c_str(), static_cast<long long>(config.num_layers()), bandwidth_ / 1e12,
-        model_->bytes() / 1e9);
+        model_->bytes() / 1e9, StateBytes() / 1e6);
   }
 
   void Run() {
@@ -232,13 +235,20 @@ class Bench {
     const model::ModelConfig& config = model_->config();
     double rows = 0.0;
     for (const model::LayerSpec& layer : config.layers) {
+      if (layer.delta) continue;
       const int64_t window = layer.attention.window;
       rows += window > 0 ? std::min(window, context + 1) : context + 1;
     }
-    return rows * KvPageBytes(config) / engine::kKvPageTokens / config.num_layers();
+    return rows * KvPageBytes(config) / engine::kKvPageTokens / config.num_attention_layers();
   }
 
-  // Weights and the adapters of the case once, keys and values of the context.
+  // Of a sequence's recurrent state, which a step reads and writes.
+  double StateBytes() const {
+    const model::ModelConfig& config = model_->config();
+    return 1.0 * StateLayoutOf(config).pages() * KvPageBytes(config);
+  }
+
+  // Weights and the adapters of the case once, keys and values of the context, states.
   double Floor(const Case& c) const {
     const model::ModelConfig& config = model_->config();
     double bytes = model_->bytes();
@@ -248,7 +258,7 @@ class Bench {
       if (adapter == nullptr) continue;
       bytes += static_cast<const CudaAdapterWeights&>(adapter->weights()).bytes();
     }
-    bytes += c.batch * CacheBytes(c.context);
+    bytes += c.batch * (CacheBytes(c.context) + 2.0 * StateBytes());
     // Bandwidth counts a copy's reads and writes; reads alone go as fast.
     return bytes / bandwidth_;
   }
@@ -282,7 +292,7 @@ class Bench {
   // Seconds of the median step.
   double Measure(const Case& c) {
     std::vector<std::vector<engine::TokenId>> tokens(c.batch);
-    std::vector<std::vector<int32_t>> pages(c.batch);
+    std::vector<std::vector<int32_t>> pages(c.batch), states(c.batch);
     std::vector<engine::SampleWant> wants(c.batch);
     std::vector<StepSequence> sequences(c.batch);
     engine::LogitParams penalties;
@@ -300,6 +310,7 @@ class Bench {
             static_cast<int32_t>((i * 7919 + t * 104729) % model_->config().vocab_size));
       }
       for (int64_t p = 0; p * engine::kKvPageTokens < length; ++p) pages[i].push_back(page++);
+      for (int64_t p = 0; p < runner_->state_pages(); ++p) states[i].push_back(page++);
       wants[i].sampling.temperature = 0.0f;
       wants[i].position = length;
       if (c.uses > 0) wants[i].logits = &penalties;
@@ -307,6 +318,7 @@ class Bench {
       sequences[i].tokens = tokens[i];
       sequences[i].position = c.context;
       sequences[i].pages = pages[i];
+      sequences[i].state = states[i];
       sequences[i].sample = &wants[i];
       sequences[i].adapter = c.deal[i % c.deal.size()];
     }

@@ -71,10 +71,11 @@ class CudaBackend final : public Backend {
     ledger_.set_limit(ByteLimit(config.memory.vram_limit, memory.total));
     ledger_.SetReserve(config.memory.reserve, cuda::MemoryOfDevice);
     ledger_.set_low_water(ByteLimit(config.memory.low_water, memory.total));
-    const int64_t page_bytes = cuda::KvPageBytes(model_config);
+    const KvSizes kv_sizes = CudaKvSizes(model_config);
     DORAD_RETURN_IF_ERROR(
-        Describe(config, model_config, {page_bytes}, AutoKvBytes(config, model_config, memory)));
-    ledger_.SetGivesWay({{"adapters", 0}, {"loading", 0}, {"kv", info_.kv_min_pages * page_bytes}});
+        Describe(config, model_config, kv_sizes, AutoKvBytes(config, model_config, memory)));
+    ledger_.SetGivesWay(
+        {{"adapters", 0}, {"loading", 0}, {"kv", info_.kv_min_pages * kv_sizes.page_bytes}});
     const cuda::KvLayout kv = cuda::KvLayoutOf(model_config);
     info_.kv_bytes = kv.ChunksFor(info_.kv_pages + cuda::kSparePages) * kv.chunk_bytes();
     // Before the weights are read.
@@ -148,7 +149,7 @@ class CudaBackend final : public Backend {
 
 absl::StatusOr<std::string> FindGpu() { return cuda::FindGpu(); }
 
-absl::Status CheckCudaConfig(const Config& config) {
+absl::Status CheckCudaConfig(const Config& config, const model::ModelConfig& model) {
   if (config.model.compute_dtype != "bf16" || !FactorsInBf16(config)) {
     return MakeInvalid("model", {{"model.compute_dtype", "COMPUTE_DTYPE_UNSUPPORTED",
                                   "a GPU computes in bf16: model.compute_dtype and "
@@ -158,12 +159,14 @@ absl::Status CheckCudaConfig(const Config& config) {
     return MakeInvalid("adapters", {{"adapters.max_rank", "MAX_RANK_UNSUPPORTED",
                                      absl::StrCat("on a GPU at most ", cuda::kMaxRank)}});
   }
-  return absl::OkStatus();
+  return cuda::CheckDecoder(model);
 }
 
 absl::Status CheckCudaTower(const model::VisionConfig& vision) { return cuda::CheckTower(vision); }
 
-int64_t CudaKvPageBytes(const model::ModelConfig& model) { return cuda::KvPageBytes(model); }
+KvSizes CudaKvSizes(const model::ModelConfig& model) {
+  return {cuda::KvPageBytes(model), cuda::StateLayoutOf(model).pages()};
+}
 
 absl::StatusOr<std::unique_ptr<Backend>> LoadCudaBackend(const Config& config,
                                                          model::ModelConfig model) {

@@ -33,9 +33,32 @@ absl::StatusOr<std::vector<AdapterRange>> ToRanges(absl::Span<const StepBatch::A
   return ranges;
 }
 
-void WritePlaces(absl::Span<const int32_t> pages, const KvLayout& kv, int32_t* to) {
-  std::transform(pages.begin(), pages.end(), to,
-                 [&kv](int32_t page) { return kv.Place(page + kSparePages); });
+RowKinds::RowKinds(const model::ModelConfig& model)
+    : kv(KvLayoutOf(model)),
+      rotary(model.has_rotary_positions()),
+      state_pages(StateLayoutOf(model).pages()) {}
+
+int64_t PlacesOf(const StepSequence& sequence) {
+  return static_cast<int64_t>(sequence.pages.size() + sequence.state.size() +
+                              sequence.state_from.size());
+}
+
+void WritePages(const StepSequence& sequence, const KvLayout& kv, int32_t* pages, int32_t* next,
+                int32_t* begin, int32_t* state, int32_t* state_from) {
+  // Returns where they begin.
+  const auto write = [&](absl::Span<const int32_t> from) {
+    std::transform(from.begin(), from.end(), pages + *next,
+                   [&kv](int32_t page) { return kv.Place(page + kSparePages); });
+    return std::exchange(*next, *next + static_cast<int32_t>(from.size()));
+  };
+  *begin = write(sequence.pages);
+  if (state == nullptr) return;
+  *state = sequence.state.empty() ? -1 : write(sequence.state);
+  if (!sequence.state_from.empty()) {
+    *state_from = write(sequence.state_from);
+  } else {
+    *state_from = sequence.position > 0 ? *state : -1;
+  }
 }
 
 void WriteRotary(const engine::PromptImages* images, int64_t position, int64_t count, int32_t* to) {
@@ -118,7 +141,7 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
   DORAD_RETURN_IF_ERROR(MakeBlocks(batch.samples, sequences, stream, &samples_));
   DORAD_RETURN_IF_ERROR(MakeBlocks(batch.scores, sequences, stream, &scores_));
   int64_t num_pages = 0;
-  for (const StepSequence& s : sequences) num_pages += static_cast<int64_t>(s.pages.size());
+  for (const StepSequence& s : sequences) num_pages += PlacesOf(s);
   images_.clear();
   for (int64_t i = 0; i < count; ++i) {
     const StepSequence& s = sequences[batch.order[i]];
@@ -131,7 +154,14 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
     int32_t* owners = writer.Array(batch.rows, &rows_.sequences);
     int32_t* page_begin = writer.Array(count, &rows_.page_begin);
     int32_t* pages = writer.Array(num_pages, &rows_.pages);
-    int32_t* rotary = rotary_ ? writer.Array(3 * batch.rows, &rows_.rotary) : nullptr;
+    int32_t* rotary = kinds_.rotary ? writer.Array(3 * batch.rows, &rows_.rotary) : nullptr;
+    int32_t *row_begin = nullptr, *state = nullptr, *state_from = nullptr;
+    if (kinds_.state_pages > 0) {
+      rows_.states.sequences = static_cast<int32_t>(count);
+      row_begin = writer.Array(count + 1, &rows_.states.row_begin);
+      state = writer.Array(count, &rows_.states.to);
+      state_from = writer.Array(count, &rows_.states.from);
+    }
     if (!writer.writing()) return;
     rows_.rows = static_cast<int32_t>(batch.rows);
     int32_t page = 0;
@@ -142,7 +172,7 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
       // An image's rows are replaced: any token stands for them.
       std::transform(s.tokens.begin(), s.tokens.end(), ids + row,
                      [](engine::TokenId token) { return std::max(token, 0); });
-      if (rotary_) WriteRotary(s.images, s.position, tokens, rotary + 3 * row);
+      if (rotary != nullptr) WriteRotary(s.images, s.position, tokens, rotary + 3 * row);
       if (s.follows >= 0) {
         ids[row] = FedToken(s, previous);
         feed = true;
@@ -151,9 +181,12 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
         positions[row + r] = static_cast<int32_t>(s.position + r);
       }
       std::fill_n(owners + row, tokens, static_cast<int32_t>(i));
-      page_begin[i] = page;
-      WritePlaces(s.pages, kv_, pages + page);
-      page += static_cast<int32_t>(s.pages.size());
+      WritePages(s, kinds_.kv, pages, &page, page_begin + i, state == nullptr ? nullptr : state + i,
+                 state == nullptr ? nullptr : state_from + i);
+      if (row_begin != nullptr) {
+        row_begin[i] = static_cast<int32_t>(row);
+        row_begin[i + 1] = static_cast<int32_t>(row + tokens);
+      }
     }
   };
   const auto write_blocks = [&](ArrayWriter& writer, std::vector<LogitsBlock>& blocks) {

@@ -56,8 +56,12 @@ absl::StatusOr<std::vector<AdapterRange>> ToRanges(
     absl::Span<const engine::StepBatch::AdapterRows> rows, AdapterSlots* slots,
     const Stream& stream);
 
-// The places of a sequence's pages, for the kernels.
-void WritePlaces(absl::Span<const int32_t> pages, const KvLayout& kv, int32_t* to);
+// How many places WritePages writes for a sequence.
+int64_t PlacesOf(const engine::StepSequence& sequence);
+// Writes the places of a sequence's pages and state from pages[*next] on. begin, state, state_from:
+// its elements of StepRows' and StepStates' arrays; the last two null without a recurrence.
+void WritePages(const engine::StepSequence& sequence, const KvLayout& kv, int32_t* pages,
+                int32_t* next, int32_t* begin, int32_t* state, int32_t* state_from);
 
 // Steps in flight: a step's host buffers must stay while the step before is in flight.
 inline constexpr int kStepsInFlight = 2;
@@ -80,17 +84,21 @@ void WriteSegments(LinearRows* linear, ArrayWriter& writer);
 // Writes the rotary positions of `count` rows of a sequence from `position` on, three a row.
 void WriteRotary(const engine::PromptImages* images, int64_t position, int64_t count, int32_t* to);
 
+// What the rows of a model's steps have.
+struct RowKinds {
+  explicit RowKinds(const model::ModelConfig& model);
+
+  KvLayout kv;              // of their pages
+  bool rotary = false;      // rotary positions
+  int64_t state_pages = 0;  // of a sequence's recurrent state; 0: none
+};
+
 class DeviceBatch {
  public:
-  // slots is borrowed. max_logits_rows: of one LogitsBlock. kv: the layout of the pages. rotary:
-  // rows() has rotary positions.
+  // slots is borrowed. max_logits_rows: of one LogitsBlock.
   DeviceBatch(MemoryLedger* ledger, AdapterSlots* slots, int64_t max_logits_rows,
-              const KvLayout& kv, bool rotary)
-      : ledger_(ledger),
-        slots_(*slots),
-        max_logits_rows_(max_logits_rows),
-        kv_(kv),
-        rotary_(rotary) {}
+              const RowKinds& kinds)
+      : ledger_(ledger), slots_(*slots), max_logits_rows_(max_logits_rows), kinds_(kinds) {}
 
   // Copies the step's arrays to the device, ordered with `stream`'s work, and feeds the tokens of
   // `previous`. REQUIRES: the work of the upload before the last has ended. Borrows `batch` until
@@ -114,8 +122,7 @@ class DeviceBatch {
   MemoryLedger* const ledger_;
   AdapterSlots& slots_;
   const int64_t max_logits_rows_;
-  const KvLayout kv_;
-  const bool rotary_;
+  const RowKinds kinds_;
   struct Buffers {
     PinnedBuffer host;
     DeviceBuffer device;

@@ -17,9 +17,8 @@ constexpr char kStep[] = "the step";
 static_assert(DecodeBatch::kSizes.back() == kernels::kSegmentBlockRows);
 
 absl::StatusOr<DecodeBatch> DecodeBatch::Create(AdapterSlots* slots, int64_t pages_per_sequence,
-                                                const KvLayout& kv, bool rotary,
-                                                MemoryLedger* ledger) {
-  DecodeBatch batch(slots, kv, rotary);
+                                                const RowKinds& kinds, MemoryLedger* ledger) {
+  DecodeBatch batch(slots, kinds);
   Layout layout;
   batch.ids_at_ = layout.Add(kMaxRows * 4);
   batch.positions_at_ = layout.Add(kMaxRows * 4);
@@ -27,8 +26,14 @@ absl::StatusOr<DecodeBatch> DecodeBatch::Create(AdapterSlots* slots, int64_t pag
   batch.page_begin_at_ = layout.Add(kMaxRows * 4);
   batch.segments_at_ = layout.Add(kMaxRows * int64_t{sizeof(kernels::RowSegment)});
   batch.count_at_ = layout.Add(4);
-  batch.rotary_at_ = layout.Add(rotary ? kMaxRows * 3 * 4 : 0);
-  batch.pages_at_ = layout.Add((kMaxRows * pages_per_sequence + 1) * 4);
+  batch.rotary_at_ = layout.Add(kinds.rotary ? kMaxRows * 3 * 4 : 0);
+  if (batch.has_states()) {
+    batch.row_begin_at_ = layout.Add((kMaxRows + 1) * 4);
+    batch.state_at_ = layout.Add(kMaxRows * 4);
+    batch.state_from_at_ = layout.Add(kMaxRows * 4);
+  }
+  const int64_t places = pages_per_sequence + 2 * kinds.state_pages;
+  batch.pages_at_ = layout.Add((kMaxRows * places + 1) * 4);
   for (PinnedBuffer& host : batch.hosts_) {
     DORAD_ASSIGN_OR_RETURN(host, PinnedBuffer::Allocate(layout.bytes()));
   }
@@ -73,22 +78,32 @@ absl::Status DecodeBatch::UploadPadded(const engine::StepBatch& batch,
   int32_t* pages = host.as<int32_t>(pages_at_);
   for (int64_t row = 0; row < size; ++row) {
     host.as<int32_t>(owners_at_)[row] = static_cast<int32_t>(row);
-    host.as<int32_t>(page_begin_at_)[row] = page;
+    int32_t* const begin = host.as<int32_t>(page_begin_at_) + row;
+    int32_t *state = nullptr, *state_from = nullptr;
+    if (has_states()) {
+      host.as<int32_t>(row_begin_at_)[row] = static_cast<int32_t>(row);
+      state = host.as<int32_t>(state_at_) + row;
+      state_from = host.as<int32_t>(state_from_at_) + row;
+    }
     if (row < rows) {
       const engine::StepSequence& s = sequences[batch.order[row]];
       host.as<int32_t>(ids_at_)[row] = FedToken(s, previous);
       feed = feed || s.follows >= 0;
       host.as<int32_t>(positions_at_)[row] = static_cast<int32_t>(s.position);
-      if (rotary_) WriteRotary(s.images, s.position, 1, host.as<int32_t>(rotary_at_) + 3 * row);
-      WritePlaces(s.pages, kv_, pages + page);
-      page += static_cast<int32_t>(s.pages.size());
+      if (kinds_.rotary) {
+        WriteRotary(s.images, s.position, 1, host.as<int32_t>(rotary_at_) + 3 * row);
+      }
+      WritePages(s, kinds_.kv, pages, &page, begin, state, state_from);
     } else {
       host.as<int32_t>(ids_at_)[row] = 0;
       host.as<int32_t>(positions_at_)[row] = 0;
-      if (rotary_) WriteRotary(nullptr, 0, 1, host.as<int32_t>(rotary_at_) + 3 * row);
-      pages[page] = kv_.Place(0);  // one for all padded rows
+      if (kinds_.rotary) WriteRotary(nullptr, 0, 1, host.as<int32_t>(rotary_at_) + 3 * row);
+      if (has_states()) *state = *state_from = -1;
+      *begin = page;
+      pages[page] = kinds_.kv.Place(0);  // one for all padded rows
     }
   }
+  if (has_states()) host.as<int32_t>(row_begin_at_)[size] = static_cast<int32_t>(size);
   slots_->BeginStep();
   DORAD_ASSIGN_OR_RETURN(const std::vector<AdapterRange> ranges,
                          ToRanges(batch.adapters, slots_, stream));
@@ -113,13 +128,19 @@ absl::Status DecodeBatch::UploadPadded(const engine::StepBatch& batch,
 }
 
 kernels::StepRows DecodeBatch::rows(int size) const {
+  kernels::StepStates states;
+  if (has_states()) {
+    states = {size, device_.as<int32_t>(row_begin_at_), device_.as<int32_t>(state_at_),
+              device_.as<int32_t>(state_from_at_)};
+  }
   return {size,
           device_.as<int32_t>(ids_at_),
           device_.as<int32_t>(positions_at_),
           device_.as<int32_t>(owners_at_),
           device_.as<int32_t>(page_begin_at_),
           device_.as<int32_t>(pages_at_),
-          rotary_ ? device_.as<int32_t>(rotary_at_) : nullptr};
+          kinds_.rotary ? device_.as<int32_t>(rotary_at_) : nullptr,
+          states};
 }
 
 LinearRows DecodeBatch::linear(int size, bool adapted) const {

@@ -20,10 +20,10 @@ class DecodeBatch {
   static constexpr std::array<int, 19> kSizes = {1,  2,  4,  8,   16,  24,  32,  40,  48, 56,
                                                  64, 80, 96, 112, 128, 160, 192, 224, 256};
 
-  // slots is borrowed. kv: the layout of the pages; padded rows write to the spare page. rotary:
-  // rows() has rotary positions.
+  // slots is borrowed. pages_per_sequence: for keys and values. Padded rows write to the spare page
+  // and have no state.
   static absl::StatusOr<DecodeBatch> Create(AdapterSlots* slots, int64_t pages_per_sequence,
-                                            const KvLayout& kv, bool rotary, MemoryLedger* ledger);
+                                            const RowKinds& kinds, MemoryLedger* ledger);
 
   // Whether every sequence decodes one token of text, in a batch that is small enough.
   static bool Takes(absl::Span<const engine::StepSequence> sequences);
@@ -49,18 +49,18 @@ class DecodeBatch {
                             absl::Span<const engine::StepSequence> sequences, int64_t size,
                             const SampledTokens& previous, const Stream& stream);
 
-  DecodeBatch(AdapterSlots* slots, const KvLayout& kv, bool rotary)
-      : slots_(slots), kv_(kv), rotary_(rotary) {}
+  DecodeBatch(AdapterSlots* slots, const RowKinds& kinds) : slots_(slots), kinds_(kinds) {}
+  bool has_states() const { return kinds_.state_pages > 0; }
 
   AdapterSlots* slots_;
-  KvLayout kv_;
-  bool rotary_;
+  RowKinds kinds_;
   std::array<PinnedBuffer, kStepsInFlight> hosts_;
   size_t next_ = 0;
   DeviceBuffer device_;
   // Offsets in all of them.
   int64_t ids_at_ = 0, positions_at_ = 0, owners_at_ = 0, page_begin_at_ = 0;
   int64_t segments_at_ = 0, count_at_ = 0, rotary_at_ = 0, pages_at_ = 0;
+  int64_t row_begin_at_ = 0, state_at_ = 0, state_from_at_ = 0;
 };
 
 }  // namespace dorad::cuda

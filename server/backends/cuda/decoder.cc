@@ -4,7 +4,9 @@
 #include <cmath>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/decoder/activation.h"
+#include "kernels/decoder/delta.h"
 #include "kernels/decoder/embedding.h"
 #include "kernels/decoder/rms_norm.h"
 #include "kernels/vision/pointwise.h"
@@ -16,16 +18,25 @@ namespace {
 
 constexpr char kStep[] = "the step";
 
-}  // namespace
-
-int64_t KvPageBytes(const model::ModelConfig& config) {
-  return 2 * config.num_layers() * config.kv_size() * kernels::kKvPageTokens *
-         static_cast<int64_t>(sizeof(__nv_bfloat16));
+kernels::DeltaShape DeltaShapeOf(const model::DeltaSizes& sizes) {
+  return {static_cast<int32_t>(sizes.key_heads), static_cast<int32_t>(sizes.value_heads),
+          static_cast<int32_t>(sizes.key_dim), static_cast<int32_t>(sizes.value_dim),
+          static_cast<int32_t>(sizes.convolution)};
 }
 
-KvLayout KvLayoutOf(const model::ModelConfig& config) {
-  const int64_t planes = 2 * config.num_layers();
-  return KvLayout(planes, KvPageBytes(config) / planes, kMappedPageBytes);
+}  // namespace
+
+absl::Status CheckDecoder(const model::ModelConfig& config) {
+  const model::DeltaSizes& sizes = config.delta;
+  if (config.num_delta_layers() == 0 || kernels::IsDeltaShape(DeltaShapeOf(sizes))) {
+    return absl::OkStatus();
+  }
+  return MakeInvalid(
+      "model",
+      {{"model.path", "MODEL_UNSUPPORTED",
+        absl::StrCat("on a GPU linear_key_head_dim (", sizes.key_dim,
+                     ") must be a multiple of 4 and at most 128, and linear_value_head_dim (",
+                     sizes.value_dim, ") a multiple of 4")}});
 }
 
 absl::StatusOr<std::unique_ptr<CudaDecoder>> CudaDecoder::Create(const CudaModel* model,
@@ -34,7 +45,10 @@ absl::StatusOr<std::unique_ptr<CudaDecoder>> CudaDecoder::Create(const CudaModel
                                                                  const Stream* stream) {
   std::vector<const LinearGroup*> groups = {&model->head()};
   for (const LayerWeights& layer : model->layers()) {
-    groups.insert(groups.end(), {&layer.qkv, &layer.o, &layer.gate_up, &layer.down});
+    for (const LinearGroup* group : {&layer.qkv, &layer.o, &layer.delta.qkvz, &layer.delta.ba,
+                                     &layer.delta.out, &layer.gate_up, &layer.down}) {
+      if (group->out > 0) groups.push_back(group);
+    }
   }
   const int64_t most_rows = std::max(options.max_rows, options.max_logits_rows);
   DORAD_ASSIGN_OR_RETURN(Linear linear, Linear::Create(groups, most_rows, ledger, stream));
@@ -69,15 +83,17 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   DORAD_ASSIGN_OR_RETURN(kv_memory_,
                          KvMemory::Create(layout_of_kv, options_.kv_pages + kSparePages, ledger));
   const int64_t plane = layout_of_kv.plane_bytes() / static_cast<int64_t>(sizeof(__nv_bfloat16));
-  for (int64_t i = 0; i < config.num_layers(); ++i) {
+  for (int64_t i = 0; i < config.num_attention_layers(); ++i) {
     __nv_bfloat16* k = kv_memory_.as<__nv_bfloat16>() + 2 * i * plane;
     kv_.push_back({k, k + plane});
   }
 
   const int64_t rows = options_.max_rows;
-  const int64_t wide =
-      std::max(config.q_size() + 2 * config.kv_size(), 2 * config.intermediate_size);
-  const int64_t narrow = std::max(config.q_size(), config.intermediate_size);
+  int64_t wide = 0, narrow = std::max(config.q_size(), config.intermediate_size);
+  for (const LayerWeights& layer : model_.layers()) {
+    wide = std::max({wide, layer.qkv.out, layer.delta.qkvz.out, layer.gate_up.out});
+    narrow = std::max(narrow, layer.delta.out.in);
+  }
   Layout layout;
   struct RopeAt {
     int64_t cos, sin, axes;
@@ -95,11 +111,15 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   const int64_t narrow_at = layout.Add(rows * narrow * 2);
   const int64_t delta_at = layout.Add(rows * config.hidden_size * 4);
   const int64_t q_at = layout.Add(rows * config.q_size() * 2);
+  const bool has_deltas = config.num_delta_layers() > 0;
+  const int64_t mixed_at = layout.Add(has_deltas ? rows * config.delta.qkv_size() * 4 : 0);
+  const int64_t factors_at = layout.Add(has_deltas ? rows * 2 * config.delta.value_heads * 4 : 0);
   const int64_t logits_at = layout.Add(options_.max_logits_rows * config.vocab_size * 4);
   const size_t plan_bytes = kernels::AttentionWorkspaceBytes(
       Shape(), static_cast<int32_t>(rows), static_cast<int32_t>(options_.max_positions));
   std::map<int64_t, int64_t> plans_at;
   for (const model::LayerSpec& layer : config.layers) {
+    if (layer.delta) continue;
     const int64_t window = layer.attention.window;
     if (plans_at.count(window) == 0) {
       plans_at[window] = layout.Add(static_cast<int64_t>(plan_bytes));
@@ -117,6 +137,8 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   narrow_ = workspace_.as<__nv_bfloat16>(narrow_at);
   delta_ = workspace_.as<float>(delta_at);
   q_ = workspace_.as<__nv_bfloat16>(q_at);
+  mixed_ = workspace_.as<float>(mixed_at);
+  factors_ = workspace_.as<float>(factors_at);
   logits_ = workspace_.as<float>(logits_at);
   for (const auto& [window, at] : plans_at) {
     plans_[window] = {workspace_.as<>(at), plan_bytes, static_cast<int32_t>(rows)};
@@ -181,19 +203,17 @@ absl::Status CudaDecoder::Activate(int64_t layer, int64_t rows) {
   DORAD_CHECK(false);
 }
 
-absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
-                                const LinearRows& linear, bool decode) {
+absl::Status CudaDecoder::Attention(int64_t layer, int64_t number, const kernels::StepRows& rows,
+                                    const LinearRows& linear, bool decode) {
   const model::ModelConfig& config = model_.config();
-  const model::AttentionSpec& spec = config.layers[index].attention;
-  const LayerWeights& w = model_.layers()[index];
-
-  const bool first = index == 0;
-  const float* const before = first ? nullptr : model_.layers()[index - 1].mlp_output_norm;
-  DORAD_RETURN_IF_ERROR(Norm(rows.rows, first, before, w.attention_norm));
+  const model::AttentionSpec& spec = config.layers[layer].attention;
+  const LayerWeights& w = model_.layers()[layer];
   DORAD_RETURN_IF_ERROR(linear_.Run(w.qkv, linear, normed_, wide_));
   kernels::RopeAppendParams rope;
   rope.rows = rows;
   rope.shape = Shape();
+  rope.width = static_cast<int32_t>(config.ropes[spec.rope].width);
+  rope.has_gates = spec.output_gate;
   rope.qkv = wide_;
   rope.q_norm = w.q_norm;
   rope.k_norm = w.k_norm;
@@ -202,12 +222,12 @@ absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
   rope.sin = ropes_[spec.rope].sin;
   rope.axes = ropes_[spec.rope].axes;
   rope.q = q_;
-  rope.cache = kv_[index];
+  rope.cache = kv_[number];
   kernels::PagedAttentionParams attention;
   attention.rows = rows;
   attention.shape = rope.shape;
   attention.q = q_;
-  attention.cache = kv_[index];
+  attention.cache = kv_[number];
   attention.softmax_scale = 1.0f / std::sqrt(static_cast<float>(spec.query_scalar));
   attention.window = static_cast<int32_t>(spec.window);
   attention.row_tiles = !decode;
@@ -220,11 +240,50 @@ absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
     DORAD_RETURN_IF_CUDA_ERROR(kernels::RopeAppend(rope, stream_.get()), kStep);
     DORAD_RETURN_IF_CUDA_ERROR(kernels::PagedAttention(attention, stream_.get()), kStep);
   }
-  DORAD_RETURN_IF_ERROR(linear_.Run(w.o, linear, narrow_, delta_));
+  if (spec.output_gate) {
+    DORAD_RETURN_IF_CUDA_ERROR(kernels::GateHeads(wide_, w.qkv.out, rows.rows, rope.shape.heads,
+                                                  rope.shape.head_dim, narrow_, stream_.get()),
+                               kStep);
+  }
+  return linear_.Run(w.o, linear, narrow_, delta_);
+}
 
-  DORAD_RETURN_IF_ERROR(Norm(rows.rows, /*first=*/false, w.attention_output_norm, w.mlp_norm));
+absl::Status CudaDecoder::Delta(int64_t layer, int64_t number, const kernels::StepRows& rows,
+                                const LinearRows& linear) {
+  const model::ModelConfig& config = model_.config();
+  const DeltaWeights& w = model_.layers()[layer].delta;
+  const KvLayout& kv = kv_memory_.layout();
+  DORAD_RETURN_IF_ERROR(linear_.Run(w.qkvz, linear, normed_, wide_));
+  DORAD_RETURN_IF_ERROR(linear_.Run(w.ba, linear, normed_, factors_));
+  kernels::DeltaParams delta;
+  delta.rows = rows;
+  delta.shape = DeltaShapeOf(config.delta);
+  delta.states = {kv_memory_.as<>(),
+                  kv.plane_bytes(),
+                  static_cast<int32_t>(kv.page_bytes()),
+                  static_cast<int32_t>(kv.planes()),
+                  static_cast<int32_t>(number * states_.net_blocks()),
+                  static_cast<int32_t>(states_.tile()),
+                  static_cast<int32_t>(states_.state_blocks())};
+  delta.qkvz = wide_;
+  delta.factors = factors_;
+  delta.convolution = w.convolution;
+  delta.decay_log = w.decay_log;
+  delta.time_bias = w.time_bias;
+  delta.norm = w.norm;
+  delta.eps = static_cast<float>(config.rms_norm_eps);
+  delta.mixed = mixed_;
+  delta.out = narrow_;
+  DORAD_RETURN_IF_CUDA_ERROR(kernels::DeltaConvolution(delta, stream_.get()), kStep);
+  DORAD_RETURN_IF_CUDA_ERROR(kernels::DeltaRule(delta, stream_.get()), kStep);
+  DORAD_RETURN_IF_CUDA_ERROR(kernels::DeltaNorm(delta, stream_.get()), kStep);
+  return linear_.Run(w.out, linear, narrow_, delta_);
+}
+
+absl::Status CudaDecoder::Mlp(int64_t layer, const LinearRows& linear) {
+  const LayerWeights& w = model_.layers()[layer];
   DORAD_RETURN_IF_ERROR(linear_.Run(w.gate_up, linear, normed_, wide_));
-  DORAD_RETURN_IF_ERROR(Activate(index, rows.rows));
+  DORAD_RETURN_IF_ERROR(Activate(layer, linear.rows));
   return linear_.Run(w.down, linear, narrow_, delta_);
 }
 
@@ -282,13 +341,23 @@ absl::Status CudaDecoder::Forward(const kernels::StepRows& rows, const LinearRow
   DORAD_RETURN_IF_CUDA_ERROR(kernels::Embed(embed, stream_.get()), kStep);
   DORAD_RETURN_IF_ERROR(EmbedImages(images));
   DORAD_RETURN_IF_ERROR(PlanAttention(rows, decode));
+  int64_t net = 0;                     // the next delta-net
+  const float* output_norm = nullptr;  // of the last layer's output, not yet added
   for (int64_t layer = 0; layer < config.num_layers(); ++layer) {
-    DORAD_RETURN_IF_ERROR(Layer(layer, rows, linear, decode));
+    const LayerWeights& w = model_.layers()[layer];
+    DORAD_RETURN_IF_ERROR(Norm(rows.rows, /*first=*/layer == 0, output_norm, w.attention_norm));
+    if (config.layers[layer].delta) {
+      DORAD_RETURN_IF_ERROR(Delta(layer, net++, rows, linear));
+    } else {
+      DORAD_RETURN_IF_ERROR(Attention(layer, layer - net, rows, linear, decode));
+    }
+    DORAD_RETURN_IF_ERROR(Norm(rows.rows, /*first=*/false, w.attention_output_norm, w.mlp_norm));
+    DORAD_RETURN_IF_ERROR(Mlp(layer, linear));
     DORAD_RETURN_IF_ERROR(AddFeatures(layer, images));
+    output_norm = w.mlp_output_norm;
   }
   // Adds the last output and norms all rows; Logits norms again for a subset of rows.
-  return Norm(rows.rows, /*first=*/false, model_.layers().back().mlp_output_norm,
-              model_.final_norm());
+  return Norm(rows.rows, /*first=*/false, output_norm, model_.final_norm());
 }
 
 absl::StatusOr<const float*> CudaDecoder::Logits(const LogitsBlock& block) {

@@ -23,10 +23,8 @@
 
 namespace dorad::cuda {
 
-// Bytes of one KV page over all layers.
-int64_t KvPageBytes(const model::ModelConfig& config);
-// The layout of the pages.
-KvLayout KvLayoutOf(const model::ModelConfig& config);
+// Why this GPU cannot run the model's decoder: INVALID_ARGUMENT (MODEL_UNSUPPORTED).
+absl::Status CheckDecoder(const model::ModelConfig& config);
 
 class CudaDecoder {
  public:
@@ -62,12 +60,21 @@ class CudaDecoder {
 
  private:
   CudaDecoder(const CudaModel* model, const Options& options, const Stream* stream, Linear linear)
-      : model_(*model), options_(options), stream_(*stream), linear_(std::move(linear)) {}
+      : model_(*model),
+        states_(StateLayoutOf(model->config())),
+        options_(options),
+        stream_(*stream),
+        linear_(std::move(linear)) {}
 
   absl::Status AllocateAll(MemoryLedger* ledger);
   absl::Status UploadRope();
-  absl::Status Layer(int64_t index, const kernels::StepRows& rows, const LinearRows& linear,
-                     bool decode);
+  // A layer's mixer, from normed_ to delta_. number: of the model's layers with attention, or of
+  // its delta-nets.
+  absl::Status Attention(int64_t layer, int64_t number, const kernels::StepRows& rows,
+                         const LinearRows& linear, bool decode);
+  absl::Status Delta(int64_t layer, int64_t number, const kernels::StepRows& rows,
+                     const LinearRows& linear);
+  absl::Status Mlp(int64_t layer, const LinearRows& linear);
   // Replaces the embeddings of images.
   absl::Status EmbedImages(absl::Span<const ImageRows> images);
   // Adds the images' features for the layer to its last addend (DeepStack).
@@ -80,13 +87,14 @@ class CudaDecoder {
   kernels::AttentionShape Shape() const;
 
   const CudaModel& model_;
+  const model::DeltaStateLayout states_;
   const Options options_;
   const Stream& stream_;
   Linear linear_;
   KvMemory kv_memory_;
   KvImage kv_image_;  // while it is released
   DeviceBuffer workspace_;
-  std::vector<kernels::KvCache> kv_;  // by layer
+  std::vector<kernels::KvCache> kv_;  // by layer with attention
   // The plan of a step's attention for each window size (0: none).
   std::map<int64_t, kernels::AttentionWorkspace> plans_;
   // Parts of the workspace.
@@ -98,10 +106,12 @@ class CudaDecoder {
   std::vector<RopeTable> ropes_;     // as ModelConfig::ropes
   float* residual_ = nullptr;        // [max_rows, hidden]
   __nv_bfloat16* normed_ = nullptr;  // [max_rows, hidden]
-  __nv_bfloat16* wide_ = nullptr;    // [max_rows, the wider of qkv and gate_up]
-  __nv_bfloat16* narrow_ = nullptr;  // [max_rows, the wider input of o and down]
-  float* delta_ = nullptr;           // [max_rows, hidden]: the output of o and down
+  __nv_bfloat16* wide_ = nullptr;    // [max_rows, the widest of qkv, qkvz and gate_up]
+  __nv_bfloat16* narrow_ = nullptr;  // [max_rows, the widest input of o, out and down]
+  float* delta_ = nullptr;           // [max_rows, hidden]: the output of these
   __nv_bfloat16* q_ = nullptr;       // [max_rows, heads · head_dim]
+  float* mixed_ = nullptr;           // [max_rows, qkv_size], as factors_ with delta-nets
+  float* factors_ = nullptr;         // [max_rows, 2 value_heads]
   float* logits_ = nullptr;          // [max_logits_rows, vocabulary]
 };
 

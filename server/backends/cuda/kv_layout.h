@@ -5,11 +5,15 @@
 // Kernels have one stride, that of a page in a plane. They get page places instead of page numbers:
 // a page's place is its distance from its plane's first page in such strides.
 //
+// A recurrent state has whole pages, and its blocks lie in the planes (model::DeltaStateLayout).
+//
 // The first kSparePages pages are the runner's own: page p of the engine is p + kSparePages here.
 // Immutable and therefore thread-safe.
 #pragma once
 
 #include <cstdint>
+
+#include "server/model/delta_config.h"
 
 namespace dorad::cuda {
 
@@ -48,5 +52,12 @@ class KvLayout {
   int64_t page_bytes_ = 0;
   int shift_ = kLeastShift;
 };
+
+// Bytes of one page over all planes.
+int64_t KvPageBytes(const model::ModelConfig& config);
+// A plane has the keys or the values of one layer with attention.
+KvLayout KvLayoutOf(const model::ModelConfig& config);
+// The places of a recurrent state in such pages.
+model::DeltaStateLayout StateLayoutOf(const model::ModelConfig& config);
 
 }  // namespace dorad::cuda

@@ -85,10 +85,12 @@ class CudaModel::Places {
     model_.layers_.resize(config_.num_layers());
     for (int i = 0; i < config_.num_layers(); ++i) {
       const model::LayerSpec& spec = config_.layers[i];
-      const model::AttentionSpec& attention = spec.attention;
       LayerWeights& layer = model_.layers_[i];
-      layer.qkv = Group(layout, base, attention.q, 3, attention.qkv_bias);
-      layer.o = Group(layout, base, attention.o, 1, attention.output_bias);
+      if (spec.delta) {
+        layer.delta = PlaceDelta(layout, base, *spec.delta, i);
+      } else {
+        PlaceAttention(layout, base, spec.attention, i);
+      }
       layer.gate_up = Group(layout, base, spec.mlp.gate, 2, spec.mlp.bias);
       layer.down = Group(layout, base, spec.mlp.down, 1, spec.mlp.bias);
       const int64_t hidden = config_.hidden_size;
@@ -97,10 +99,6 @@ class CudaModel::Places {
       if (spec.output_norms) {
         layer.attention_output_norm = vector(WeightKind::kAttentionOutputNorm, i, hidden);
         layer.mlp_output_norm = vector(WeightKind::kMlpOutputNorm, i, hidden);
-      }
-      if (attention.qk_norm) {
-        layer.q_norm = vector(WeightKind::kQueryNorm, i, config_.head_dim);
-        layer.k_norm = vector(WeightKind::kKeyNorm, i, config_.head_dim);
       }
     }
     const int embedding = config_.embedding;
@@ -114,6 +112,31 @@ class CudaModel::Places {
       model_.head_ = Group(layout, base, head, 1, /*bias=*/false);
     }
     model_.final_norm_ = vector(WeightKind::kFinalNorm, 0, config_.hidden_size);
+  }
+
+  void PlaceAttention(Layout& layout, uintptr_t base, const model::AttentionSpec& spec, int index) {
+    LayerWeights& layer = model_.layers_[index];
+    layer.qkv = Group(layout, base, spec.q, 3, spec.qkv_bias);
+    layer.o = Group(layout, base, spec.o, 1, spec.output_bias);
+    if (!spec.qk_norm) return;
+    layer.q_norm = Vector(layout, base, WeightKind::kQueryNorm, index, config_.head_dim);
+    layer.k_norm = Vector(layout, base, WeightKind::kKeyNorm, index, config_.head_dim);
+  }
+
+  DeltaWeights PlaceDelta(Layout& layout, uintptr_t base, const model::DeltaSpec& spec, int index) {
+    const model::DeltaSizes& sizes = config_.delta;
+    const auto vector = [&](WeightKind kind, int64_t size) {
+      return Vector(layout, base, kind, index, size);
+    };
+    DeltaWeights delta;
+    delta.qkvz = Group(layout, base, spec.qkv, 2, /*bias=*/false);
+    delta.ba = Group(layout, base, spec.b, 2, /*bias=*/false);
+    delta.out = Group(layout, base, spec.out, 1, /*bias=*/false);
+    delta.convolution = vector(WeightKind::kDeltaConvolution, sizes.qkv_size() * sizes.convolution);
+    delta.decay_log = vector(WeightKind::kDeltaDecay, sizes.value_heads);
+    delta.time_bias = vector(WeightKind::kDeltaTimeBias, sizes.value_heads);
+    delta.norm = vector(WeightKind::kDeltaNorm, sizes.value_dim);
+    return delta;
   }
 
   void PlaceTower(Layout& layout, uintptr_t base, const model::VisionConfig& vision) {

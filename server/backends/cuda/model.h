@@ -39,8 +39,19 @@ struct LinearGroup {
   std::vector<int64_t> outs;  // of the modules, in order
 };
 
+// Of a gated delta-net.
+struct DeltaWeights {
+  LinearGroup qkvz, ba, out;
+  const float* convolution = nullptr;  // [qkv_size, 1, convolution]
+  const float* decay_log = nullptr;    // [value_heads]
+  const float* time_bias = nullptr;    // [value_heads]
+  const float* norm = nullptr;         // [value_dim]
+};
+
 struct LayerWeights {
-  LinearGroup qkv, o, gate_up, down;
+  LinearGroup qkv, o;  // of attention
+  DeltaWeights delta;  // in its place
+  LinearGroup gate_up, down;
   const float* attention_norm = nullptr;
   const float* mlp_norm = nullptr;
   const float* attention_output_norm = nullptr;  // null where the layer has none, as the next

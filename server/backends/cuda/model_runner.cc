@@ -32,14 +32,13 @@ const CudaAdapterWeights* WeightsOf(const adapter::LoadedAdapter& adapter) {
 
 class CudaModelRunner final : public engine::ModelRunner, private engine::KvChunks {
  public:
-  CudaModelRunner(const RunnerOptions& options, const KvLayout& kv, MemoryLedger* ledger,
-                  Stream stream, AdapterSlots slots, const model::ModelConfig& model)
+  CudaModelRunner(const RunnerOptions& options, MemoryLedger* ledger, Stream stream,
+                  AdapterSlots slots, const model::ModelConfig& model)
       : options_(options),
-        kv_(kv),
         stream_(std::move(stream)),
         slots_(std::move(slots)),
-        rotary_(model.has_rotary_positions()),
-        batch_(ledger, &slots_, kDeviceLogitsRows, kv, rotary_) {}
+        kinds_(model),
+        batch_(ledger, &slots_, kDeviceLogitsRows, kinds_) {}
 
   absl::Status Prepare(const CudaModel* model, MemoryLedger* ledger) {
     UnaccountedMemory untold(ledger);
@@ -71,8 +70,7 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
     if (!decoder_->is_capturable()) return absl::OkStatus();
     const int64_t pages =
         (options_.max_positions + engine::kKvPageTokens - 1) / engine::kKvPageTokens;
-    DORAD_ASSIGN_OR_RETURN(DecodeBatch decode,
-                           DecodeBatch::Create(&slots_, pages, kv_, rotary_, ledger));
+    DORAD_ASSIGN_OR_RETURN(DecodeBatch decode, DecodeBatch::Create(&slots_, pages, kinds_, ledger));
     decode_.emplace(std::move(decode));
     DORAD_RETURN_IF_ERROR(untold->Look());
     // Valid input for the captures' first passes.
@@ -86,6 +84,7 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
   }
 
   int64_t kv_pages() const override { return options_.kv_pages; }
+  int64_t state_pages() const override { return kinds_.state_pages; }
 
   engine::KvChunks* kv_chunks() override { return this; }
 
@@ -134,9 +133,9 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
 
  private:
   // --- engine::KvChunks.
-  int64_t pages() const override { return kv_.chunk_pages(); }
+  int64_t pages() const override { return kinds_.kv.chunk_pages(); }
   int64_t lead() const override { return kSparePages; }
-  int64_t bytes() const override { return kv_.chunk_bytes(); }
+  int64_t bytes() const override { return kinds_.kv.chunk_bytes(); }
   // Kernels of the last finished step may still run after its results.
   void Unmap(int32_t chunk) override {
     if (!stream_.Synchronize("releasing KV pages").ok()) AwaitAfterFailure();
@@ -202,10 +201,9 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
   }
 
   const RunnerOptions options_;
-  const KvLayout kv_;
   const Stream stream_;
   AdapterSlots slots_;
-  const bool rotary_;  // ModelConfig::has_rotary_positions
+  const RowKinds kinds_;
   int first_tower_module_ = 0;
   std::unique_ptr<VisionEncoder> encoder_;  // nullptr: no tower
   DeviceBatch batch_;
@@ -225,9 +223,8 @@ absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeCudaModelRunner(
   DORAD_ASSIGN_OR_RETURN(AdapterSlots slots,
                          AdapterSlots::Create(static_cast<int>(options.max_sequences),
                                               model->modules().size(), ledger));
-  auto runner =
-      std::make_unique<CudaModelRunner>(options, KvLayoutOf(model->config()), ledger,
-                                        std::move(stream), std::move(slots), model->config());
+  auto runner = std::make_unique<CudaModelRunner>(options, ledger, std::move(stream),
+                                                  std::move(slots), model->config());
   DORAD_RETURN_IF_ERROR(runner->Prepare(model, ledger));
   return runner;
 }

@@ -59,7 +59,7 @@ TEST_F(LinearTest, TheFusedFormAgreesWithTheLibrarys) {
   constexpr int64_t kMostRows = 600;
   const Stream stream = Must(Stream::Create());
   AdapterSlots slots = Must(AdapterSlots::Create(8, model_->modules().size(), &ledger_));
-  DeviceBatch batch(&ledger_, &slots, 256, KvLayout(), /*rotary=*/false);
+  DeviceBatch batch(&ledger_, &slots, 256, RowKinds(model_->config()));
   const LayerWeights& layer = model_->layers()[0];
   const std::vector<const LinearGroup*> groups = {&layer.qkv, &layer.o, &layer.gate_up,
                                                   &layer.down};

@@ -2,6 +2,7 @@
 
 #include "server/backends/cuda/adapter.h"
 #include "server/backends/cuda/decoder.h"
+#include "server/backends/cuda/kv_layout.h"
 #include "tests/unit/cuda/small_model.h"
 #include "tests/unit/kernels/device.h"
 
@@ -12,7 +13,7 @@ using engine::StepOutput;
 using engine::StepSequence;
 using engine::TokenId;
 
-constexpr int64_t kPages = 64;
+constexpr int64_t kPages = 128;
 constexpr int64_t kMostPages = 8;  // of a sequence
 
 // With norms of queries and keys, and heads of the attention kernel's own size.
@@ -53,6 +54,21 @@ model::ModelConfig SmallGemma3() {
   return config;
 }
 
+// With delta-nets, and attention whose heads have gates and turn in part.
+model::ModelConfig SmallQwen35() {
+  model::ModelConfig config = SmallQwen3();
+  config.model_type = "qwen3_5_text";
+  config.ropes[0].width = 16;
+  config.delta = {2, 16, 16, 64, 4};
+  model::LayerSpec attention = config.layers[0];
+  attention.attention.output_gate = true;
+  model::LayerSpec net = attention;
+  net.delta.emplace();
+  config.layers = {net, attention, net, attention};
+  config.NumberModules();
+  return config;
+}
+
 struct Form {
   const char* name;
   model::ModelConfig (*config)();
@@ -63,6 +79,7 @@ struct Line {
   std::vector<TokenId> tokens;
   std::vector<float> logprobs;
   std::vector<int32_t> pages;
+  std::vector<int32_t> state;
   engine::SampleWant want;
   const adapter::LoadedAdapter* adapter = nullptr;
   int64_t begun = 0;   // positions
@@ -93,6 +110,9 @@ class CudaModelRunnerTest : public kernels::KernelTest, public testing::WithPara
       Line& line = lines.emplace_back();
       for (int t = 0; t < 3 + 11 * (i % 3); ++t) line.tokens.push_back((17 * i + 29 * t) % 1000);
       for (int p = 0; p < kMostPages; ++p) line.pages.push_back(PageAt(kMostPages * i + p));
+      for (int p = 0; p < StatePages(); ++p) {
+        line.state.push_back(PageAt(kMostPages * 7 + StatePages() * i + p));
+      }
       line.want.sampling.temperature = i % 2 == 0 ? 0.0f : 0.8f;
       line.want.sampling.seed = static_cast<uint64_t>(i);
       line.want.logprobs = &raw_;
@@ -141,6 +161,7 @@ class CudaModelRunnerTest : public kernels::KernelTest, public testing::WithPara
         line.begun += static_cast<int64_t>(s.tokens.size());
         line.want.position = line.begun;
         s.pages = line.pages;
+        s.state = line.state;
         s.adapter = line.adapter;
         s.sample = &line.want;
         line.index = static_cast<int32_t>(sequences.size());
@@ -153,6 +174,8 @@ class CudaModelRunnerTest : public kernels::KernelTest, public testing::WithPara
     while (!in_flight.empty()) finish();
     return {lines.begin(), lines.end()};
   }
+
+  static int StatePages() { return static_cast<int>(StateLayoutOf(GetParam().config()).pages()); }
 
   // Every second page lies in the cache's last chunk, if there are three.
   int32_t PageAt(int32_t index) const {
@@ -194,12 +217,15 @@ TEST_P(CudaModelRunnerTest, StepsInFlightGiveTheSameBitsAsOneAtATime) {
 TEST_P(CudaModelRunnerTest, RowsOfLargeBatchesHaveTheBitsOfSmallOnes) {
   constexpr int kLines = 450;
   const auto generate = [&](int at_once) {
-    auto runner =
-        Must(MakeCudaModelRunner(model_.get(), {kLines, 128, 4 * kLines, kLines}, &ledger_));
+    auto runner = Must(MakeCudaModelRunner(
+        model_.get(), {kLines * (1 + StatePages()), 128, 4 * kLines, kLines}, &ledger_));
     std::deque<Line> lines(kLines);
     for (int i = 0; i < kLines; ++i) {
       lines[i].tokens = {i, 7 * i % 1000, 5};
       lines[i].pages = {i};
+      for (int p = 0; p < StatePages(); ++p) {
+        lines[i].state.push_back(kLines + StatePages() * i + p);
+      }
       lines[i].want.sampling.temperature = 0.8f;
       lines[i].want.sampling.seed = static_cast<uint64_t>(i);
       lines[i].want.logprobs = &raw_;
@@ -216,6 +242,7 @@ TEST_P(CudaModelRunnerTest, RowsOfLargeBatchesHaveTheBitsOfSmallOnes) {
           s.tokens = absl::MakeConstSpan(line.tokens).subspan(line.begun);
           line.begun = line.want.position = static_cast<int64_t>(line.tokens.size());
           s.pages = line.pages;
+          s.state = line.state;
           s.adapter = line.adapter;
           s.sample = &line.want;
           sequences.push_back(s);
@@ -242,7 +269,8 @@ TEST_P(CudaModelRunnerTest, RowsOfLargeBatchesHaveTheBitsOfSmallOnes) {
 }
 
 // Three sequences of one prompt: the first computes it, the second takes its last row and copies
-// its unfinished page, the third comes later, shares a page and copies the next.
+// its unfinished page, the third comes later, shares a page and copies the next. With a recurrence
+// both go on from the first one's state, and there is no third: no state is kept inside a prompt.
 TEST_P(CudaModelRunnerTest, RowsOfOthersAndCopiedPagesGiveTheSameBits) {
   const std::vector<TokenId> prompt = Lines()[2].tokens;  // 25 tokens: a page and nine of the next
   for (const adapter::LoadedAdapter* adapter :
@@ -260,11 +288,14 @@ TEST_P(CudaModelRunnerTest, RowsOfOthersAndCopiedPagesGiveTheSameBits) {
     lines[0].pages = {4, 1, 2, 3};
     lines[1].pages = {4, 5, 6, 7};
     lines[2].pages = {4, 8, 9, 10};
+    std::vector<int32_t> states[3];
+    for (int i = 0; i < 3 * StatePages(); ++i) states[i / StatePages()].push_back(11 + i);
+    const int most = StatePages() > 0 ? 2 : 3;
     const auto begun = static_cast<int64_t>(prompt.size());
     for (int step = 0; step < 20; ++step) {
       std::vector<StepSequence> sequences;
       std::vector<Line*> in_step;
-      for (int i = 0; i < (step < 4 ? 2 : 3); ++i) {
+      for (int i = 0; i < (step < 4 ? 2 : most); ++i) {
         Line& line = lines[i];
         StepSequence s;
         if (i == 1 && step == 0) {
@@ -280,6 +311,9 @@ TEST_P(CudaModelRunnerTest, RowsOfOthersAndCopiedPagesGiveTheSameBits) {
         line.begun += static_cast<int64_t>(s.tokens.size());
         line.want.position = static_cast<int64_t>(line.tokens.size());
         s.pages = line.pages;
+        if (step == 0 && i == 0) s.state = states[0];
+        if (step > 0) s.state = states[i + 1 < most ? 1 : 2];
+        if (step == 1) s.state_from = states[0];
         s.adapter = line.adapter;
         s.sample = &line.want;
         sequences.push_back(s);
@@ -296,6 +330,7 @@ TEST_P(CudaModelRunnerTest, RowsOfOthersAndCopiedPagesGiveTheSameBits) {
     }
     EXPECT_EQ(lines[1].tokens, lines[0].tokens);
     EXPECT_EQ(lines[1].logprobs, lines[0].logprobs);
+    if (most == 2) continue;
     for (Line* line : {&lines[0], &lines[2]}) line->tokens.resize(prompt.size() + 16);
     lines[0].logprobs.resize(16);
     EXPECT_EQ(lines[2].tokens, lines[0].tokens);
@@ -304,7 +339,8 @@ TEST_P(CudaModelRunnerTest, RowsOfOthersAndCopiedPagesGiveTheSameBits) {
 }
 
 INSTANTIATE_TEST_SUITE_P(, CudaModelRunnerTest,
-                         testing::Values(Form{"Qwen3", SmallQwen3}, Form{"Gemma3", SmallGemma3}),
+                         testing::Values(Form{"Qwen3", SmallQwen3}, Form{"Gemma3", SmallGemma3},
+                                         Form{"Qwen35", SmallQwen35}),
                          [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace

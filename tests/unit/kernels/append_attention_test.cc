@@ -21,17 +21,43 @@ TEST_F(AttentionEdges, RefusesWhatItCannotHold) {
   EXPECT_EQ(PlanAttention(plan, nullptr), cudaErrorInvalidValue);
 }
 
+// A projection's heads, and the part of them that turns.
+struct Heads {
+  AttentionShape shape;
+  int width = 0;
+  bool has_gates = false;
+
+  int turned() const { return width == 0 ? shape.head_dim : width; }
+  // Of a row.
+  int all() const { return (has_gates ? 2 : 1) * shape.heads + 2 * shape.kv_heads; }
+  // The place in a row of a query, key or value head.
+  int At(int head) const {
+    return head + (has_gates ? std::min(head, static_cast<int>(shape.heads)) : 0);
+  }
+};
+
 // Norm, rotation and append against fp64, values passed through, and nothing else touched.
 TEST_F(AttentionEdges, RopeAppendWritesQueriesAndTheCache) {
-  for (const AttentionShape shape :
-       {AttentionShape{32, 8, 128}, {6, 2, 80}, {3, 3, 96}, {4, 1, 256}, {9, 3, 64}, {2, 1, 18}}) {
+  for (const Heads& of : {Heads{{32, 8, 128}},
+                          {{6, 2, 80}},
+                          {{3, 3, 96}},
+                          {{4, 1, 256}},
+                          {{9, 3, 64}},
+                          {{2, 1, 18}},
+                          {{6, 2, 256}, 64, true},
+                          {{4, 1, 256}, 128},
+                          {{6, 2, 128}, 64, true},
+                          {{2, 1, 16}, 8, true},
+                          {{2, 1, 16}, 12},
+                          {{4, 2, 24}, 6, true},
+                          {{2, 1, 18}, 10, true}}) {
     for (const bool has_norm : {true, false}) {
       for (const int rows : {1, 5, 200}) {
-        const auto [heads, kv_heads, dim] = shape;
-        const int all = heads + 2 * kv_heads, half = dim / 2;
+        const auto [heads, kv_heads, dim] = of.shape;
+        const int all = heads + 2 * kv_heads, half = of.turned() / 2;
         std::mt19937 random(rows);
         std::normal_distribution<float> normal;
-        std::vector<Bf16> qkv(int64_t{rows} * all * dim);
+        std::vector<Bf16> qkv(int64_t{rows} * of.all() * dim);
         std::vector<float> q_norm(dim), k_norm(dim);
         for (Bf16& x : qkv) x = __float2bfloat16(normal(random));
         for (float& x : q_norm) x = normal(random);
@@ -57,7 +83,9 @@ TEST_F(AttentionEdges, RopeAppendWritesQueriesAndTheCache) {
         RopeAppendParams params;
         params.rows = {
             rows, nullptr, d_positions.get(), d_sequences.get(), d_page_begin.get(), d_pages.get()};
-        params.shape = shape;
+        params.shape = of.shape;
+        params.width = of.width;
+        params.has_gates = of.has_gates;
         params.qkv = d_qkv.get();
         params.q_norm = has_norm ? d_q_norm.get() : nullptr;
         params.k_norm = has_norm ? d_k_norm.get() : nullptr;
@@ -76,7 +104,7 @@ TEST_F(AttentionEdges, RopeAppendWritesQueriesAndTheCache) {
           const int position = positions[r];
           const int64_t page = pages[page_begin[r] + position / kKvPageTokens];
           for (int head = 0; head < all; ++head) {
-            const Bf16* const row = qkv.data() + (int64_t{r} * all + head) * dim;
+            const Bf16* const row = qkv.data() + (int64_t{r} * of.all() + of.At(head)) * dim;
             const auto x = [row](int i) { return double{__bfloat162float(row[i])}; };
             const bool is_query = head < heads;
             const int kv_head = (head - heads) % kv_heads;
@@ -91,11 +119,11 @@ TEST_F(AttentionEdges, RopeAppendWritesQueriesAndTheCache) {
             const double scale = has_norm ? 1.0 / std::sqrt(squares / dim + 1e-6) : 1.0;
             const std::vector<float>& norm = is_query ? q_norm : k_norm;
             for (int i = 0; i < dim; ++i) {
-              double expected = x(i);
-              if (head < heads + kv_heads) {
-                const auto value = [&](int at_dim) {
-                  return x(at_dim) * (has_norm ? scale * double{norm[at_dim]} : 1.0);
-                };
+              const auto value = [&](int at_dim) {
+                return x(at_dim) * (has_norm ? scale * double{norm[at_dim]} : 1.0);
+              };
+              double expected = head < heads + kv_heads ? value(i) : x(i);
+              if (head < heads + kv_heads && i < of.turned()) {
                 const double c = double{cos[position * half + i % half]};
                 const double s = double{sin[position * half + i % half]};
                 expected = i < half ? value(i) * c - value(i + half) * s
@@ -115,18 +143,22 @@ TEST_F(AttentionEdges, RopeAppendWritesQueriesAndTheCache) {
 // The same bits in the output and all over the cache as by RopeAppend and PagedAttention.
 TEST_F(AttentionEdges, AppendAttentionIsBothInOne) {
   const std::vector<int> lengths = {1, 2, 16, 17, 63, 64, 65, 128, 129, 300, 656, 1500};
-  for (const AttentionShape shape : {AttentionShape{32, 8, 128},
-                                     {6, 2, 80},
-                                     {3, 3, 96},
-                                     {4, 1, 256},
-                                     {9, 3, 64},
-                                     {16, 1, 128},
-                                     {2, 1, 18}}) {
+  for (const Heads& of : {Heads{{32, 8, 128}},
+                          {{6, 2, 80}},
+                          {{3, 3, 96}},
+                          {{4, 1, 256}},
+                          {{9, 3, 64}},
+                          {{16, 1, 128}},
+                          {{2, 1, 18}},
+                          {{6, 1, 256}, 64, true},
+                          {{4, 2, 256}, 128},
+                          {{4, 2, 256}, 160},
+                          {{4, 1, 128}, 32, true}}) {
     for (const bool has_norm : {true, false}) {
       const int window = has_norm ? 0 : 100;
       for (const size_t rows : {size_t{1}, lengths.size(), size_t{90}}) {
-        const auto [heads, kv_heads, dim] = shape;
-        const int all = heads + 2 * kv_heads, half = dim / 2;
+        const auto [heads, kv_heads, dim] = of.shape;
+        const int half = of.turned() / 2;
         std::mt19937 random(static_cast<uint32_t>(rows) + dim);
         std::normal_distribution<float> normal;
         std::vector<int32_t> positions, sequences, page_begin, pages, rotary;
@@ -153,13 +185,13 @@ TEST_F(AttentionEdges, AppendAttentionIsBothInOne) {
         };
         const int64_t plane = static_cast<int64_t>(pages.size()) * kv_heads * kKvPageTokens * dim;
         const std::vector<Bf16> cache = rounded(plane);
-        const DeviceBuffer<Bf16> qkv(rounded(static_cast<int64_t>(rows) * all * dim));
-        const DeviceBuffer<Bf16> other_qkv(rounded(static_cast<int64_t>(rows) * all * dim));
+        const DeviceBuffer<Bf16> qkv(rounded(static_cast<int64_t>(rows) * of.all() * dim));
+        const DeviceBuffer<Bf16> other_qkv(rounded(static_cast<int64_t>(rows) * of.all() * dim));
         const DeviceBuffer<float> q_norm(normals(dim)), k_norm(normals(dim)),
             cos(normals(int64_t{1500} * half)), sin(normals(int64_t{1500} * half));
         const DeviceBuffer<int32_t> d_positions(positions), d_sequences(sequences),
             d_page_begin(page_begin), d_pages(pages), d_rotary(rotary);
-        const size_t bytes = AttentionWorkspaceBytes(shape, static_cast<int32_t>(rows), 1500);
+        const size_t bytes = AttentionWorkspaceBytes(of.shape, static_cast<int32_t>(rows), 1500);
         const DeviceBuffer<char> workspace(std::max<size_t>(bytes, 1));
         std::vector<std::vector<Bf16>> results;
         for (const bool in_one : {false, true}) {
@@ -174,7 +206,9 @@ TEST_F(AttentionEdges, AppendAttentionIsBothInOne) {
                            d_page_begin.get(),
                            d_pages.get(),
                            has_norm ? nullptr : d_rotary.get()};
-            append.shape = shape;
+            append.shape = of.shape;
+            append.width = of.width;
+            append.has_gates = of.has_gates;
             append.q_norm = has_norm ? q_norm.get() : nullptr;
             append.k_norm = has_norm ? k_norm.get() : nullptr;
             append.eps = 1e-6f;
@@ -184,7 +218,7 @@ TEST_F(AttentionEdges, AppendAttentionIsBothInOne) {
             append.cache = {k.get(), v.get()};
             AttentionPlanParams plan;
             plan.rows = append.rows;
-            plan.shape = shape;
+            plan.shape = of.shape;
             plan.window = window;
             plan.row_tiles = false;
             plan.split = split;
@@ -193,7 +227,7 @@ TEST_F(AttentionEdges, AppendAttentionIsBothInOne) {
             DORAD_ASSERT_CUDA(PlanAttention(plan, nullptr));
             PagedAttentionParams params;
             params.rows = append.rows;
-            params.shape = shape;
+            params.shape = of.shape;
             params.q = q.get();
             params.cache = append.cache;
             params.softmax_scale = 0.1f;
@@ -224,8 +258,8 @@ TEST_F(AttentionEdges, AppendAttentionIsBothInOne) {
           ASSERT_EQ(
               std::memcmp(results[i].data(), results[0].data(), results[0].size() * sizeof(Bf16)),
               0)
-              << "head_dim " << dim << ", " << rows << " rows, norm " << has_norm << ", window "
-              << window << ", way " << i;
+              << "head_dim " << dim << ", width " << of.turned() << ", " << rows << " rows, norm "
+              << has_norm << ", window " << window << ", way " << i;
         }
       }
     }

@@ -2,6 +2,7 @@
 // their forms; and in a chain of early launches against one launch at a time, to the last bit.
 #include <cuda_bf16.h>
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <numbers>
@@ -324,6 +325,24 @@ TEST_F(PointwiseTest, AChainOfEarlyLaunchesIsAsOneAtATime) {
     }
     for (size_t i = 0; i < size_t(rows) * kSize / 4; ++i) {
       ASSERT_EQ(__bfloat162float(results[0][i]), __bfloat162float(results[1][i])) << rows;
+    }
+  }
+}
+
+TEST_F(PointwiseTest, GatesMultiplyTheirHeads) {
+  constexpr int kRows = 3;
+  for (const auto& [heads, kv_heads, dim] : {std::array{24, 4, 256}, {3, 1, 12}, {2, 2, 18}}) {
+    const int64_t pitch = int64_t{2 * heads + 2 * kv_heads} * dim;
+    const auto qkv = Normals<Bf16>(kRows * pitch, dim);
+    const auto values = Normals<Bf16>(int64_t{kRows} * heads * dim, dim + 1);
+    const DeviceBuffer<Bf16> d_qkv(qkv), d_values(values);
+    DORAD_ASSERT_CUDA(GateHeads(d_qkv.get(), pitch, kRows, heads, dim, d_values.get(), nullptr));
+    const auto out = d_values.Read();
+    for (int64_t at = 0; at < static_cast<int64_t>(values.size()); ++at) {
+      const int64_t row = at / (heads * dim), head = at / dim % heads;
+      const double gate = __bfloat162float(qkv[row * pitch + (2 * head + 1) * dim + at % dim]);
+      const double expected = double{__bfloat162float(values[at])} / (1.0 + std::exp(-gate));
+      ASSERT_NEAR(__bfloat162float(out[at]), expected, std::abs(expected) * 0.004) << dim;
     }
   }
 }
