@@ -20,7 +20,7 @@ inline constexpr int kAttentionTilePages = kAttentionTile / kKvPageTokens;
 inline constexpr int kAttentionChunk = 128;
 inline constexpr int kAttentionMaxGroup = 16;
 // Query rows (tokens by the heads of one group) of one block of the tiled kernel.
-inline constexpr int kAttentionTileRows = 128;
+constexpr int AttentionTileRows(int head_dim) { return head_dim > 128 ? 64 : 128; }
 
 // Positions [begin, end) of one row, for every key head. One warp reads it, a word a lane.
 struct alignas(64) AttentionItem {
@@ -95,7 +95,7 @@ constexpr bool AppendsParts(int head_dim) { return head_dim == 256; }
 
 // Tokens of one AttentionRowTile.
 inline int32_t AttentionTileTokens(const AttentionShape& shape) {
-  return kAttentionTileRows / AttentionGroup(shape);
+  return AttentionTileRows(shape.head_dim) / AttentionGroup(shape);
 }
 
 // The shortest run that is computed in tiles: below half a tile, single rows in parts are faster.

@@ -1,7 +1,9 @@
 // Tiles of rows (prefill): up to 128 query rows, the tokens of one sequence by the query heads of
 // one key head, in two warpgroups of 64; a warp of a third one copies tiles of the cache into a
-// ring of stages. Scores and outputs by wgmma, in the order of attention_layout.h: a chunk's
-// numerators have separate accumulators and are added to the row's at the chunk's end.
+// ring of stages. Heads of 256 have 64 query rows: both warpgroups compute their scores, and each
+// half of their outputs, because the registers of one do not hold all. Scores and outputs by wgmma,
+// in the order of attention_layout.h: a chunk's numerators have separate accumulators and are added
+// to the row's at the chunk's end.
 #include <cmath>
 
 #include "kernels/common/launch.h"
@@ -16,7 +18,6 @@ constexpr int kTilePages = kAttentionTilePages;
 constexpr int kGroups = 2;  // warpgroups that compute
 constexpr int kConsumers = 128 * kGroups;
 constexpr int kThreads = kConsumers + 128;
-constexpr int kStages = 4;
 constexpr int kRegistersConsumer = 232;
 constexpr int kRegistersProducer = 40;
 constexpr int kAllBarrier = 1;    // named barriers: of both groups,
@@ -27,11 +28,15 @@ struct Config {
   using Tile = CacheTile<kHeadDim>;
   static_assert(Tile::kColumns == 64);
   static constexpr int head_dim = kHeadDim;
+  static constexpr int tile_rows = AttentionTileRows(kHeadDim);
+  static constexpr int row_groups = tile_rows / 64;                 // of distinct rows
+  static constexpr int out_dims = kHeadDim * row_groups / kGroups;  // of a group
+  static constexpr int stages = kHeadDim > 128 ? 3 : 4;
   static constexpr int stage_bytes = 2 * Tile::kBytes;
-  static constexpr int query_at = kStages * stage_bytes;
-  static constexpr int ones_at = query_at + kGroups * Tile::kBytes;
+  static constexpr int query_at = stages * stage_bytes;
+  static constexpr int ones_at = query_at + row_groups * Tile::kBytes;
   static constexpr int barrier_at = ones_at + 1024;
-  static constexpr int shared_bytes = barrier_at + 2 * kStages * 8 + 1024;  // to align the stages
+  static constexpr int shared_bytes = barrier_at + 2 * stages * 8 + 1024;  // to align the stages
 };
 
 struct Args {
@@ -58,7 +63,7 @@ struct Span {
 template <typename C>
 __device__ void Produce(const Args& p, const Span& span, uint32_t base) {
   const int lane = threadIdx.x % 32;
-  const uint32_t full = base + C::barrier_at, empty = full + 8 * kStages;
+  const uint32_t full = base + C::barrier_at, empty = full + 8 * C::stages;
   const uint64_t policy = EvictLast();
   const int32_t* const pages = p.pages + span.tile.page_base;
   int stage = 0;
@@ -79,7 +84,7 @@ __device__ void Produce(const Args& p, const Span& span, uint32_t base) {
     __syncwarp();
     CopyPages<C::head_dim>(p.k, p.v, base + stage * C::stage_bytes, full + 8 * stage, page,
                            page_lane, p.kv_heads, span.head, first, end, policy);
-    if (++stage == kStages) {
+    if (++stage == C::stages) {
       stage = 0;
       parity ^= 1;
     }
@@ -91,11 +96,14 @@ template <typename C>
 __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32_t base) {
   using Tile = typename C::Tile;
   constexpr int kDim = C::head_dim;
+  constexpr int kOut = C::out_dims;
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
+  const int row_group = group % C::row_groups, first_row = 64 * row_group;
+  const int first_out = group / C::row_groups * kOut;
   const int warp = thread / 32, lane = thread % 32;
   const int g = lane / 4, t = lane % 4;
-  const uint32_t full = base + C::barrier_at, empty = full + 8 * kStages;
-  const uint32_t q_at = base + C::query_at + group * Tile::kBytes;
+  const uint32_t full = base + C::barrier_at, empty = full + 8 * C::stages;
+  const uint32_t q_at = base + C::query_at + row_group * Tile::kBytes;
   const int tile_rows = span.tile.tokens * p.group;
 
   // Row r of the tile is head r % group of token r / group; heads of a token are contiguous.
@@ -103,13 +111,14 @@ __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32
   const int64_t first_at = span.tile.row * token_stride + int64_t{span.head} * p.group * kDim;
   for (int i = thread; i < 64 * (kDim / 8); i += 128) {
     const int row = i / (kDim / 8), column = i % (kDim / 8) * 8;
-    const int tile_row = 64 * group + row;
+    const int tile_row = first_row + row;
     uint4 x = make_uint4(0, 0, 0, 0);
     if (tile_row < tile_rows) {
       x = *reinterpret_cast<const uint4*>(p.q + first_at + tile_row / p.group * token_stride +
                                           tile_row % p.group * kDim + column);
     }
-    *reinterpret_cast<uint4*>(shared + C::query_at + group * Tile::kBytes +
+    // Groups with the same rows write the same.
+    *reinterpret_cast<uint4*>(shared + C::query_at + row_group * Tile::kBytes +
                               Tile::Offset(row, column)) = x;
   }
   FenceProxyAsync();
@@ -117,19 +126,19 @@ __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32
 
   int position[2], lowest[2];
   for (int j = 0; j < 2; ++j) {
-    const int row = min(64 * group + 16 * warp + g + 8 * j, tile_rows - 1);
+    const int row = min(first_row + 16 * warp + g + 8 * j, tile_rows - 1);
     position[j] = span.tile.position + row / p.group;
     lowest[j] = p.window > 0 ? max(0, position[j] - p.window + 1) : 0;
   }
   // The group's smallest position: tiles below it need no mask.
-  const int least_position = span.tile.position + min(64 * group, tile_rows - 1) / p.group;
+  const int least_position = span.tile.position + min(first_row, tile_rows - 1) / p.group;
   const int most_lowest =
-      p.window > 0 ? max(0, span.tile.position + min(64 * group + 63, tile_rows - 1) / p.group -
-                                p.window + 1)
-                   : 0;
+      p.window > 0
+          ? max(0, span.tile.position + min(first_row + 63, tile_rows - 1) / p.group - p.window + 1)
+          : 0;
 
   SoftmaxState state[2];
-  float rows[kDim / 2], chunk[kDim / 2], sums[4], most[2] = {kNoScore, kNoScore};
+  float rows[kOut / 2], chunk[kOut / 2], sums[4], most[2] = {kNoScore, kNoScore};
   for (float& x : rows) x = 0.0f;
   for (float& x : chunk) x = 0.0f;
   for (float& x : sums) x = 0.0f;
@@ -137,7 +146,7 @@ __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32
     const JoinFactors f[2] = {JoinChunk(state[0], most[0], sums[0], p.scale),
                               JoinChunk(state[1], most[1], sums[2], p.scale)};
 #pragma unroll
-    for (int i = 0; i < kDim / 2; ++i) {
+    for (int i = 0; i < kOut / 2; ++i) {
       rows[i] = Join(rows[i], chunk[i], f[i / 2 % 2]);
       chunk[i] = 0.0f;
     }
@@ -203,15 +212,16 @@ __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32
       }
     }
 #pragma unroll
-    for (int i = 0; i < kDim / 2; ++i) chunk[i] *= decay[i / 2 % 2];
+    for (int i = 0; i < kOut / 2; ++i) chunk[i] *= decay[i / 2 % 2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[i] *= decay[i / 2];
   };
   const auto start_values = [&] {
-    const uint32_t v_at = base + stage * C::stage_bytes + Tile::kBytes;
+    const uint32_t v_at = base + stage * C::stage_bytes + Tile::kBytes +
+                          first_out / Tile::kColumns * Tile::kBlockBytes;
 #pragma unroll
     for (int s = 0; s < kTile / 16; ++s) {
-      WgmmaByK<kDim>(chunk, probabilities[s],
+      WgmmaByK<kOut>(chunk, probabilities[s],
                      WgmmaTileByK(v_at + s * 16 * Tile::kRowBytes, Tile::kBlockBytes));
       WgmmaNarrow(sums, probabilities[s], WgmmaTile(base + C::ones_at));
     }
@@ -229,7 +239,7 @@ __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32
     WgmmaFence();
     start_values();
     const int used = stage;
-    if (++stage == kStages) {
+    if (++stage == C::stages) {
       stage = 0;
       parity ^= 1;
     }
@@ -250,13 +260,13 @@ __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32
 
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    const int row = 64 * group + 16 * warp + g + 8 * j;
+    const int row = first_row + 16 * warp + g + 8 * j;
     if (row >= tile_rows) continue;
     const float share = Share(state[j]);
     __nv_bfloat16* const out =
-        p.out + first_at + row / p.group * token_stride + row % p.group * kDim;
+        p.out + first_at + row / p.group * token_stride + row % p.group * kDim + first_out;
 #pragma unroll
-    for (int i = 0; i < kDim / 8; ++i) {
+    for (int i = 0; i < kOut / 8; ++i) {
       *reinterpret_cast<uint32_t*>(out + 8 * i + 2 * t) = PackBf16(
           __fmul_rn(rows[4 * i + 2 * j], share), __fmul_rn(rows[4 * i + 2 * j + 1], share));
     }
@@ -272,9 +282,9 @@ __global__ void __launch_bounds__(kThreads, 1) TileAttentionKernel(const __grid_
   if (threadIdx.x == 0) {
     PrefetchTensorMap(&p.k);
     PrefetchTensorMap(&p.v);
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < C::stages; ++i) {
       BarrierInit(base + C::barrier_at + 8 * i, 1);
-      BarrierInit(base + C::barrier_at + 8 * (kStages + i), kConsumers / 32);
+      BarrierInit(base + C::barrier_at + 8 * (C::stages + i), kConsumers / 32);
     }
     BarrierInitFence();
   }
@@ -327,7 +337,7 @@ cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
 }  // namespace
 
 bool HasTileAttention(const AttentionShape& shape) {
-  return shape.head_dim == 64 || shape.head_dim == 128;
+  return shape.head_dim == 64 || shape.head_dim == 128 || shape.head_dim == 256;
 }
 
 cudaError_t LaunchTileAttention(const AttentionLaunch& launch, cudaStream_t stream) {
@@ -336,6 +346,8 @@ cudaError_t LaunchTileAttention(const AttentionLaunch& launch, cudaStream_t stre
       return Launch<64>(launch, stream);
     case 128:
       return Launch<128>(launch, stream);
+    case 256:
+      return Launch<256>(launch, stream);
     default:
       return cudaErrorInvalidValue;
   }

@@ -24,7 +24,7 @@ struct DeltaShape {
   int32_t value_heads = 0;
   int32_t key_dim = 0;      // a multiple of 4, at most 128
   int32_t value_dim = 0;    // a multiple of 4
-  int32_t convolution = 0;  // rows that an output of the convolution sees
+  int32_t convolution = 0;  // rows that an output of the convolution sees, 2 to 4
 
   constexpr int32_t key_size() const { return key_heads * key_dim; }
   constexpr int32_t value_size() const { return value_heads * value_dim; }
@@ -35,15 +35,15 @@ struct DeltaShape {
 bool IsDeltaShape(const DeltaShape& shape);
 
 // The blocks of one delta-net's states in the KV cache (model::DeltaStateLayout). A page has one
-// block in each plane.
+// block in each plane; block i of a state lies in plane i / pages.
 struct DeltaStates {
   std::byte* memory = nullptr;  // the first plane
   int64_t plane_bytes = 0;      // from one plane to the next
   int32_t block_bytes = 0;      // also from one page to the next; a multiple of 16
-  int32_t planes = 0;
-  int32_t first_block = 0;   // of the net, in a sequence's blocks
-  int32_t tile = 0;          // columns of a state's block, [key_dim, tile] fp32
-  int32_t state_blocks = 0;  // the blocks behind them: bf16 rows of the convolution
+  int32_t pages = 0;            // of a sequence's state
+  int32_t first_block = 0;      // of the net, in a sequence's blocks
+  int32_t tile = 0;             // columns of a state's block, [key_dim, tile] fp32
+  int32_t state_blocks = 0;     // the blocks behind them: bf16 rows of the convolution
 };
 
 struct DeltaParams {

@@ -70,8 +70,7 @@ void ReadDeltaNets(Fields& text, ModelConfig* config) {
 }
 
 DeltaStateLayout::DeltaStateLayout(const ModelConfig& config, int64_t block_bytes, int64_t blocks,
-                                   int64_t element_bytes)
-    : blocks_(blocks) {
+                                   int64_t element_bytes) {
   const DeltaSizes& sizes = config.delta;
   if (config.num_delta_layers() == 0) return;
   const int64_t most = block_bytes / (sizes.key_dim * 4);

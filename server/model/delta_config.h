@@ -34,14 +34,15 @@ class DeltaStateLayout {
     int64_t page = 0;   // of the sequence's pages
     int64_t block = 0;  // in the page
   };
-  // The i-th of a delta-net; net: its number among the model's.
+  // The i-th of a delta-net; net: its number among the model's. Blocks that follow each other lie
+  // in one place of pages that follow each other, so that a net's memory is as near as its pages
+  // are.
   Block BlockAt(int64_t net, int64_t i) const {
     const int64_t index = net * net_blocks_ + i;
-    return {index / blocks_, index % blocks_};
+    return {index % pages_, index / pages_};
   }
 
  private:
-  int64_t blocks_ = 1;
   int64_t tile_ = 0;
   int64_t state_blocks_ = 0;  // of a delta-net
   int64_t net_blocks_ = 0;

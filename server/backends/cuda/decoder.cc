@@ -32,11 +32,11 @@ absl::Status CheckDecoder(const model::ModelConfig& config) {
     return absl::OkStatus();
   }
   return MakeInvalid(
-      "model",
-      {{"model.path", "MODEL_UNSUPPORTED",
-        absl::StrCat("on a GPU linear_key_head_dim (", sizes.key_dim,
-                     ") must be a multiple of 4 and at most 128, and linear_value_head_dim (",
-                     sizes.value_dim, ") a multiple of 4")}});
+      "model", {{"model.path", "MODEL_UNSUPPORTED",
+                 absl::StrCat("on a GPU linear_key_head_dim (", sizes.key_dim,
+                              ") must be a multiple of 4 and at most 128, linear_value_head_dim (",
+                              sizes.value_dim, ") a multiple of 4, and linear_conv_kernel_dim (",
+                              sizes.convolution, ") at most 4")}});
 }
 
 absl::StatusOr<std::unique_ptr<CudaDecoder>> CudaDecoder::Create(const CudaModel* model,
@@ -261,7 +261,7 @@ absl::Status CudaDecoder::Delta(int64_t layer, int64_t number, const kernels::St
   delta.states = {kv_memory_.as<>(),
                   kv.plane_bytes(),
                   static_cast<int32_t>(kv.page_bytes()),
-                  static_cast<int32_t>(kv.planes()),
+                  static_cast<int32_t>(states_.pages()),
                   static_cast<int32_t>(number * states_.net_blocks()),
                   static_cast<int32_t>(states_.tile()),
                   static_cast<int32_t>(states_.state_blocks())};

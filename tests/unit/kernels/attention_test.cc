@@ -97,6 +97,12 @@ std::vector<Case> Cases() {
   cases.push_back({"prefill_group_1", {2, 2, 128}, 0, {{0, 300}}});
   cases.push_back({"prefill_group_7", {14, 2, 128}, 0, {{0, 100}, {40, 50}}});
   cases.push_back({"prefill_group_16", {16, 1, 128}, 0, {{0, 100}, {40, 50}}});
+  for (const int group : {1, 7, 16}) {
+    cases.push_back({"prefill_dim_256_group_" + std::to_string(group),
+                     {group, 1, 256},
+                     group == 7 ? 90 : 0,
+                     {{0, 100}, {40, 150}, {517, 70}}});
+  }
   cases.push_back({"later_chunk", {8, 2, 128}, 0, {{517, 130}}});
   cases.push_back({"mixed",
                    {32, 8, 128},

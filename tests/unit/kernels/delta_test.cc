@@ -114,7 +114,7 @@ class Net {
     params.rows.states = {static_cast<int32_t>(to.size()), d_row_begin.get(), d_to.get(),
                           d_from.get()};
     params.shape = shape_;
-    params.states = {memory_->get(), plane_bytes_, block_bytes_, planes_,
+    params.states = {memory_->get(), plane_bytes_, block_bytes_, state_pages_,
                      kFirstBlock,    tile_,        state_blocks_};
     params.qkvz = d_qkvz.get();
     params.factors = d_ba.get();
@@ -265,7 +265,7 @@ INSTANTIATE_TEST_SUITE_P(, DeltaTest,
                                          Case{"WideTiles", {1, 2, 128, 128, 4}, 128, 4},
                                          Case{"PartOfABlock", {1, 2, 64, 192, 2}, 96, 4},
                                          Case{"Tiny", {2, 4, 8, 12, 3}, 12, 2},
-                                         Case{"TinyTiles", {2, 2, 12, 20, 8}, 5, 6}),
+                                         Case{"TinyTiles", {2, 2, 12, 20, 4}, 5, 6}),
                          [](const auto& info) { return info.param.name; });
 
 TEST(DeltaShapeTest, NamesTheShapesThatItHas) {
@@ -275,6 +275,7 @@ TEST(DeltaShapeTest, NamesTheShapesThatItHas) {
   EXPECT_FALSE(IsDeltaShape({16, 40, 128, 128, 4}));
   EXPECT_FALSE(IsDeltaShape({16, 48, 128, 126, 4}));
   EXPECT_FALSE(IsDeltaShape({16, 48, 128, 128, 1}));
+  EXPECT_FALSE(IsDeltaShape({16, 48, 128, 128, 5}));
 }
 
 }  // namespace
