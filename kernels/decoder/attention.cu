@@ -88,7 +88,8 @@ cudaError_t AppendAttention(const RopeAppendParams& append, const PagedAttention
     DORAD_CUDA_RETURN_IF_ERROR(RopeAppend(append, stream));
     return PagedAttention(attention, stream);
   }
-  if (!IsValid(attention.shape, attention.rows) || attention.row_tiles || append.qkv == nullptr) {
+  if (!IsValid(attention.shape, attention.rows) || attention.row_tiles || append.qkv == nullptr ||
+      attention.rows.reach != nullptr) {
     return cudaErrorInvalidValue;
   }
   AttentionLaunch launch{attention, {}, &append};

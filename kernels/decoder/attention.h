@@ -90,10 +90,11 @@ struct AttentionPlanParams {
 // workspace too small for its work list.
 cudaError_t PlanAttention(const AttentionPlanParams& params, cudaStream_t stream);
 
-// Attention of every row over its own sequence's positions [lo, p], where lo = 0, or p - window + 1
-// when window > 0. `rows`, `shape`, `window`, `row_tiles` and the workspace as they were planned.
-// Fast: head_dim 64, 80, 96, 128, 256 and at most 16 query heads per key head. Other shapes, and
-// calls without a workspace, go to SimplePagedAttention.
+// Attention of every row over its own sequence's positions [lo, hi], where lo = 0, or p - window +
+// 1 when window > 0, and hi = p or the row's StepRows::reach. `rows`, `shape`, `window`,
+// `row_tiles` and the workspace as they were planned. Fast: head_dim 64, 80, 96, 128, 256 and at
+// most 16 query heads per key head. Other shapes, and calls without a workspace, go to
+// SimplePagedAttention.
 struct PagedAttentionParams {
   StepRows rows;
   AttentionShape shape;
@@ -110,11 +111,11 @@ cudaError_t PagedAttention(const PagedAttentionParams& params, cudaStream_t stre
 
 // RopeAppend and PagedAttention, in one launch for fast shapes, with the same results in `out` and
 // in the cache; append.q may be left unwritten. Both need the same rows, shape and cache, append.q
-// and attention.q the same memory, qkv 16-byte aligned, and row_tiles false. No sequence may have
-// more than one row, or pages that another one writes. Rows turn by their first rotary position
-// alone. Copies of the cache begin while earlier kernels still run: none of them may write the
-// plan, or the cache below the rows' positions.
-// PlanAttention ensures that: it lets no kernel start before its end.
+// and attention.q the same memory, qkv 16-byte aligned, row_tiles false and reach null. No sequence
+// may have more than one row, or pages that another one writes. Rows turn by their first rotary
+// position alone. Copies of the cache begin while earlier kernels still run: none of them may write
+// the plan, or the cache below the rows' positions. PlanAttention ensures that: it lets no kernel
+// start before its end.
 cudaError_t AppendAttention(const RopeAppendParams& append, const PagedAttentionParams& attention,
                             cudaStream_t stream);
 

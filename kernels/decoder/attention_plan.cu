@@ -81,7 +81,8 @@ struct Reach {
 
 __device__ Reach ReachOf(const PlanArgs& a, int row) {
   const int32_t position = a.rows.positions[row];
-  return {a.window > 0 ? max(0, position - a.window + 1) : 0, position + 1};
+  const int32_t last = a.rows.reach == nullptr ? position : a.rows.reach[row];
+  return {a.window > 0 ? max(0, position - a.window + 1) : 0, last + 1};
 }
 
 // Whether the row belongs to a run that is computed in tiles.
@@ -188,6 +189,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
     const int64_t items = tiles == 0 ? 0 : is_split ? chunks : 1;
     const int64_t first_item = items_before + BlockScan(items, &sum);
     items_before += sum;
+    const int32_t position = is_row ? a.rows.positions[row] : 0;
     const int32_t page_base = is_row ? a.rows.page_begin[a.rows.sequences[row]] : 0;
     WriteItems(a,
                {row,
@@ -197,7 +199,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
                 static_cast<int32_t>(items),
                 static_cast<int32_t>(first_slot),
                 page_base,
-                reach.end - 1,
+                position,
                 {}},
                first_item);
     const int64_t join = joins_before + BlockScan(is_split, &sum);
@@ -215,7 +217,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
       while (tokens < a.tile_tokens && row + tokens < rows && starts[row + tokens] == starts[row]) {
         ++tokens;
       }
-      a.layout.tiles[tile] = {row, tokens, reach.end - 1, page_base};
+      a.layout.tiles[tile] = {row, tokens, position, page_base};
     }
   }
   if (threadIdx.x == 0) {

@@ -34,6 +34,7 @@ __global__ void SimplePagedAttentionKernel(const PagedAttentionParams p) {
   const int sequence = p.rows.sequences[row];
   const int position = p.rows.positions[row];
   const int lo = p.window > 0 ? max(0, position - p.window + 1) : 0;
+  const int hi = p.rows.reach == nullptr ? position : p.rows.reach[row];
 
   const int64_t q_offset = (int64_t{row} * p.shape.heads + head) * dim;
   float2 q[kPairs], sum[kPairs];
@@ -46,7 +47,7 @@ __global__ void SimplePagedAttentionKernel(const PagedAttentionParams p) {
     }
   }
   float largest = -INFINITY, total = 0.0f;
-  for (int j = lo + warp; j <= position; j += kWarps) {
+  for (int j = lo + warp; j <= hi; j += kWarps) {
     const int64_t offset = CacheOffset(p.rows, p.shape, sequence, j, kv_head);
     float dot = 0.0f;
     for (int i = 0; i < kPairs; ++i) {

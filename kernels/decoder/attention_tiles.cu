@@ -45,6 +45,7 @@ struct Args {
   const __nv_bfloat16* q;
   __nv_bfloat16* out;
   const int32_t* pages;
+  const int32_t* reach;  // StepRows::reach
   int32_t kv_heads;
   int32_t group;
   int32_t window;
@@ -91,6 +92,11 @@ __device__ void Produce(const Args& p, const Span& span, uint32_t base) {
   }
 }
 
+// The last position that a token of the tile sees.
+__device__ int LastSeenBy(const Args& p, const AttentionRowTile& tile, int token) {
+  return p.reach == nullptr ? tile.position + token : p.reach[tile.row + token];
+}
+
 // A warp's two rows of the lane: g and g + 8.
 template <typename C>
 __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32_t base) {
@@ -124,14 +130,14 @@ __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32
   FenceProxyAsync();
   NamedBarrier(kGroupBarrier + group, 128);
 
-  int position[2], lowest[2];
+  int last[2], lowest[2];
   for (int j = 0; j < 2; ++j) {
-    const int row = min(first_row + 16 * warp + g + 8 * j, tile_rows - 1);
-    position[j] = span.tile.position + row / p.group;
-    lowest[j] = p.window > 0 ? max(0, position[j] - p.window + 1) : 0;
+    const int token = min(first_row + 16 * warp + g + 8 * j, tile_rows - 1) / p.group;
+    last[j] = LastSeenBy(p, span.tile, token);
+    lowest[j] = p.window > 0 ? max(0, span.tile.position + token - p.window + 1) : 0;
   }
-  // The group's smallest position: tiles below it need no mask.
-  const int least_position = span.tile.position + min(first_row, tile_rows - 1) / p.group;
+  // The smallest of the group's: tiles up to it need no mask.
+  const int least_last = LastSeenBy(p, span.tile, min(first_row, tile_rows - 1) / p.group);
   const int most_lowest =
       p.window > 0
           ? max(0, span.tile.position + min(first_row + 63, tile_rows - 1) / p.group - p.window + 1)
@@ -183,11 +189,11 @@ __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32
   };
   uint32_t probabilities[kTile / 16][4];
   const auto soften = [&](int at) {
-    if (at + kTile > least_position + 1 || at < most_lowest) {
+    if (at + kTile > least_last + 1 || at < most_lowest) {
 #pragma unroll
       for (int i = 0; i < kTile / 2; ++i) {
         const int column = at + i / 4 * 8 + 2 * t + i % 2, j = i / 2 % 2;
-        if (column > position[j] || column < lowest[j]) scores[i] = -INFINITY;
+        if (column > last[j] || column < lowest[j]) scores[i] = -INFINITY;
       }
     }
     float decay[2];
@@ -301,7 +307,7 @@ __global__ void __launch_bounds__(kThreads, 1) TileAttentionKernel(const __grid_
   span.tile = p.layout.tiles[index];
   span.head = static_cast<int>(blockIdx.x) % p.kv_heads;
   span.begin = p.window > 0 ? max(0, span.tile.position - p.window + 1) : 0;
-  span.end = span.tile.position + span.tile.tokens;
+  span.end = LastSeenBy(p, span.tile, span.tile.tokens - 1) + 1;
   if (threadIdx.x < kConsumers) {
     IncreaseRegisters<kRegistersConsumer>();
     Consume<C>(p, span, shared, base);
@@ -323,6 +329,7 @@ cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
   args.q = params.q;
   args.out = params.out;
   args.pages = params.rows.pages;
+  args.reach = params.rows.reach;
   args.kv_heads = params.shape.kv_heads;
   args.group = AttentionGroup(params.shape);
   args.window = params.window;

@@ -28,6 +28,9 @@ struct StepRows {
   // [rows, 3], positions of the rotary embedding: time, height, width. Null: all are `positions`.
   const int32_t* rotary = nullptr;
   StepStates states;  // nulls without a recurrence
+  // [rows], the last position that a row sees, its own or a later one of this step; ascending with
+  // the positions of a sequence. Null: its own.
+  const int32_t* reach = nullptr;
 };
 
 }  // namespace dorad::kernels

@@ -36,6 +36,7 @@ absl::StatusOr<std::vector<AdapterRange>> ToRanges(absl::Span<const StepBatch::A
 RowKinds::RowKinds(const model::ModelConfig& model)
     : kv(KvLayoutOf(model)),
       rotary(model.has_rotary_positions()),
+      bidirectional(model.vision.has_value() && model.vision->bidirectional),
       state_pages(StateLayoutOf(model).pages()) {}
 
 int64_t PlacesOf(const StepSequence& sequence) {
@@ -82,6 +83,13 @@ void AppendImageRows(const StepSequence& s, int64_t begin, std::vector<ImageRows
   for (const engine::PromptImages::Run& run : s.images->RunsIn(s.position, end)) {
     to->push_back({begin + run.begin - s.position, run.count, run.first,
                    static_cast<const CudaImageFeatures*>(s.features[run.image].get())});
+  }
+}
+
+// The last positions that `count` rows of a sequence from `position` on see.
+void WriteReach(const engine::PromptImages* images, int64_t position, int64_t count, int32_t* to) {
+  for (int64_t p = position; p < position + count; ++p) {
+    *to++ = static_cast<int32_t>(images == nullptr ? p : images->LastSeenBy(p));
   }
 }
 
@@ -147,6 +155,7 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
     const StepSequence& s = sequences[batch.order[i]];
     if (s.images != nullptr) AppendImageRows(s, batch.row_begin[i], &images_);
   }
+  rows_.reach = nullptr;
 
   const auto write_rows = [&](ArrayWriter& writer) {
     int32_t* ids = writer.Array(batch.rows, &rows_.token_ids);
@@ -162,6 +171,8 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
       state = writer.Array(count, &rows_.states.to);
       state_from = writer.Array(count, &rows_.states.from);
     }
+    const bool sees_images = kinds_.bidirectional && !images_.empty();
+    int32_t* reach = sees_images ? writer.Array(batch.rows, &rows_.reach) : nullptr;
     if (!writer.writing()) return;
     rows_.rows = static_cast<int32_t>(batch.rows);
     int32_t page = 0;
@@ -180,6 +191,7 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
       for (int64_t r = 0; r < tokens; ++r) {
         positions[row + r] = static_cast<int32_t>(s.position + r);
       }
+      if (sees_images) WriteReach(s.images, s.position, tokens, reach + row);
       std::fill_n(owners + row, tokens, static_cast<int32_t>(i));
       WritePages(s, kinds_.kv, pages, &page, page_begin + i, state == nullptr ? nullptr : state + i,
                  state == nullptr ? nullptr : state_from + i);

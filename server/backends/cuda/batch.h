@@ -88,9 +88,10 @@ void WriteRotary(const engine::PromptImages* images, int64_t position, int64_t c
 struct RowKinds {
   explicit RowKinds(const model::ModelConfig& model);
 
-  KvLayout kv;              // of their pages
-  bool rotary = false;      // rotary positions
-  int64_t state_pages = 0;  // of a sequence's recurrent state; 0: none
+  KvLayout kv;                 // of their pages
+  bool rotary = false;         // rotary positions
+  bool bidirectional = false;  // rows of an image see each other
+  int64_t state_pages = 0;     // of a sequence's recurrent state; 0: none
 };
 
 class DeviceBatch {

@@ -26,6 +26,18 @@ using Bits = std::vector<uint16_t>;
 struct Run {
   int first = 0;
   int rows = 1;
+  // Parts [begin, end) of it whose rows see each other.
+  struct Block {
+    int begin, end;
+  };
+  std::vector<Block> blocks = {};
+
+  int LastSeenBy(int position) const {
+    for (const Block& block : blocks) {
+      if (block.begin <= position && position < block.end) return block.end - 1;
+    }
+    return position;
+  }
 };
 
 struct Case {
@@ -76,6 +88,7 @@ class Step {
       for (int row = 0; row < c.runs[s].rows; ++row) {
         sequences_.push_back(static_cast<int32_t>(s));
         positions_.push_back(c.runs[s].first + row);
+        reach_.push_back(c.runs[s].LastSeenBy(positions_.back()));
         for (int i = 0; i < heads * dim; ++i) {
           // Now and then scores that leave no room for other positions.
           q_.push_back(__float2bfloat16(normal(random) * (row % 7 == 3 ? 4.0f : 1.0f)));
@@ -101,14 +114,16 @@ class Step {
   void Compute(const std::vector<int>& which, const How& how, Bits* out) const {
     const auto [heads, kv_heads, dim] = case_.shape;
     const int64_t width = int64_t{heads} * dim;
-    std::vector<int32_t> positions, sequences;
+    std::vector<int32_t> positions, sequences, reach;
     std::vector<Bf16> q;
     for (const int row : which) {
       positions.push_back(positions_[row]);
       sequences.push_back(sequences_[row]);
+      reach.push_back(reach_[row]);
       q.insert(q.end(), q_.begin() + row * width, q_.begin() + (row + 1) * width);
     }
-    DeviceBuffer<int32_t> device_positions(positions), device_sequences(sequences);
+    DeviceBuffer<int32_t> device_positions(positions), device_sequences(sequences),
+        device_reach(reach);
     DeviceBuffer<Bf16> device_q(q), device_out(q.size());
     const int rows = static_cast<int>(which.size());
     const size_t bytes = std::min(how.workspace, AttentionWorkspaceBytes(case_.shape, rows, 4096));
@@ -121,6 +136,7 @@ class Step {
                    device_sequences.get(),
                    device_page_begin_->get(),
                    device_pages_->get()};
+    if (reach != positions) params.rows.reach = device_reach.get();
     params.shape = case_.shape;
     params.q = device_q.get();
     params.cache = {device_k_->get(), device_v_->get()};
@@ -160,11 +176,12 @@ class Step {
     const auto [heads, kv_heads, dim] = case_.shape;
     const int position = positions_[row];
     const int begin = case_.window > 0 ? std::max(0, position - case_.window + 1) : 0;
+    const int last = reach_[row];
     double worst = 0.0;
     for (int head = 0; head < heads; ++head) {
       const Bf16* q = q_.data() + (int64_t{row} * heads + head) * dim;
       std::vector<double> scores;
-      for (int j = begin; j <= position; ++j) {
+      for (int j = begin; j <= last; ++j) {
         const Bf16* k = k_.data() + At(sequences_[row], j, head / (heads / kv_heads));
         double dot = 0.0;
         for (int d = 0; d < dim; ++d) {
@@ -175,7 +192,7 @@ class Step {
       const double most = *std::max_element(scores.begin(), scores.end());
       std::vector<double> sum(dim, 0.0);
       double total = 0.0;
-      for (int j = begin; j <= position; ++j) {
+      for (int j = begin; j <= last; ++j) {
         const double weight = std::exp(scores[j - begin] - most);
         total += weight;
         const Bf16* v = v_.data() + At(sequences_[row], j, head / (heads / kv_heads));
@@ -203,7 +220,7 @@ class Step {
 
   const Case case_;
   std::vector<Bf16> k_, v_, q_;
-  std::vector<int32_t> pages_, page_begin_, positions_, sequences_;
+  std::vector<int32_t> pages_, page_begin_, positions_, sequences_, reach_;
   std::unique_ptr<DeviceBuffer<Bf16>> device_k_, device_v_;
   std::unique_ptr<DeviceBuffer<int32_t>> device_pages_, device_page_begin_;
 };

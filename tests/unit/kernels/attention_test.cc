@@ -67,6 +67,30 @@ TEST_P(AttentionTest, RowsAreTheSameInAnyCompany) {
   }
 }
 
+// Rows that see later ones, at the borders of pages, tiles, chunks and tiles of rows.
+std::vector<Case> CasesOfBlocks() {
+  std::vector<Case> cases;
+  const std::vector<Run> runs = {{0, 300, {{10, 75}, {75, 77}, {100, 290}}},
+                                 {655},
+                                 {517, 140, {{517, 640}, {641, 657}}},
+                                 {0, 64, {{0, 64}}},
+                                 {60, 10, {{63, 68}}},
+                                 {0, 150}};
+  // Tiles of 128, 64, 42, 32 and 8 tokens.
+  for (const int group : {1, 2, 3, 4, 16}) {
+    cases.push_back({"blocks_group_" + std::to_string(group), {2 * group, 2, 128}, 0, runs});
+  }
+  for (const int dim : {16, 64, 80, 256}) {
+    cases.push_back({"blocks_dim_" + std::to_string(dim), {4, 2, dim}, 0, runs});
+  }
+  // Shorter and longer than a block.
+  for (const int window : {1, 64, 100, 200}) {
+    cases.push_back({"blocks_window_" + std::to_string(window), {4, 2, 128}, window, runs});
+  }
+  cases.push_back({"blocks_image", {4, 2, 128}, 0, {{0, 600, {{5, 261}, {300, 556}}}, {40}}});
+  return cases;
+}
+
 std::vector<Case> Cases() {
   std::vector<Case> cases;
   // Contexts at the borders of pages, tiles and chunks.
@@ -108,6 +132,7 @@ std::vector<Case> Cases() {
                    {32, 8, 128},
                    0,
                    {{100}, {0, 64}, {655}, {90, 40}, {7, 5}, {256, 33}, {64, 16}, {130}}});
+  for (Case& c : CasesOfBlocks()) cases.push_back(std::move(c));
   return cases;
 }
 
