@@ -331,4 +331,17 @@ PinnedBuffer::~PinnedBuffer() {
   if (data_ != nullptr) cudaFreeHost(data_);
 }
 
+absl::Status Grow(PinnedBuffer* buffer, int64_t bytes) {
+  if (buffer->bytes() >= bytes) return absl::OkStatus();
+  DORAD_ASSIGN_OR_RETURN(*buffer, PinnedBuffer::Allocate(bytes));
+  return absl::OkStatus();
+}
+
+absl::Status Grow(DeviceBuffer* buffer, MemoryLedger* ledger, const char* kind, int64_t bytes) {
+  if (buffer->bytes() >= bytes) return absl::OkStatus();
+  *buffer = DeviceBuffer();  // first: the ledger need not have room for both
+  DORAD_ASSIGN_OR_RETURN(*buffer, DeviceBuffer::Allocate(ledger, kind, bytes));
+  return absl::OkStatus();
+}
+
 }  // namespace dorad::cuda

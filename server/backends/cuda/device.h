@@ -208,6 +208,10 @@ class PinnedBuffer {
   int64_t bytes_ = 0;
 };
 
+// Allocates anew unless the buffer has so many bytes; the old ones are lost.
+absl::Status Grow(PinnedBuffer* buffer, int64_t bytes);
+absl::Status Grow(DeviceBuffer* buffer, MemoryLedger* ledger, const char* kind, int64_t bytes);
+
 inline int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }

@@ -23,25 +23,10 @@ constexpr char kImage[] = "computing an image";
 // Patches of one product, at most and at least.
 constexpr int64_t kMostRows = 4096;
 constexpr int64_t kLeastRows = 512;
-// Patches whose pixels are copied at once.
-constexpr int64_t kPixelRows = 1024;
 // Operations of one piece: less than a millisecond of an H100.
 constexpr double kPieceOperations = 2.2e11;
 // What a unit of few rows counts: its time is that of its launches.
 constexpr double kLeastOperations = 1.2e10;
-
-absl::Status Grow(PinnedBuffer* buffer, int64_t bytes) {
-  if (buffer->bytes() >= bytes) return absl::OkStatus();
-  DORAD_ASSIGN_OR_RETURN(*buffer, PinnedBuffer::Allocate(bytes));
-  return absl::OkStatus();
-}
-
-absl::Status Grow(DeviceBuffer* buffer, MemoryLedger* ledger, int64_t bytes) {
-  if (buffer->bytes() >= bytes) return absl::OkStatus();
-  *buffer = DeviceBuffer();  // first: the ledger need not have room for both
-  DORAD_ASSIGN_OR_RETURN(*buffer, DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace, bytes));
-  return absl::OkStatus();
-}
 
 // Of attention and MLP of `rows` patches of an image in one block.
 double AttendOperations(const model::VisionConfig& vision, int64_t rows, int64_t patches) {
@@ -100,14 +85,13 @@ absl::StatusOr<std::unique_ptr<VisionEncoder>> VisionEncoder::Create(const CudaM
 
 absl::StatusOr<std::shared_ptr<const CudaImageFeatures>> VisionEncoder::Encode(
     const engine::Image& image, const CudaAdapterWeights* adapter) {
-  adapter_ = adapter;
   const uint64_t adapter_id = adapter == nullptr ? 0 : adapter->id();
   if (!work_ || work_->image != image.key || work_->adapter != adapter_id) {
     work_.reset();
     DORAD_RETURN_IF_ERROR(Start(image));
     work_->adapter = adapter_id;
   }
-  DORAD_RETURN_IF_ERROR(UploadRows());
+  DORAD_RETURN_IF_ERROR(rows_.Upload(work_->patches, work_->chunk_rows, adapter));
   bool more = true;
   bool has_pixels = false;
   double operations = 0.0;
@@ -157,7 +141,7 @@ absl::Status VisionEncoder::Prepare(Work* work) {
       if (memory == nullptr) return;
       *to = reinterpret_cast<std::remove_reference_t<decltype(*to)>>(memory + at);
     };
-    place(std::min(patches, kPixelRows) * vision_.patch_elements(), &buffers_.pixels);
+    place(std::min(patches, VisionRows::kPixelRows) * vision_.patch_elements(), &buffers_.pixels);
     place(patches * width, &buffers_.residual);
     place(patches * 3 * width, &buffers_.qkv);
     place(chunk * width, &buffers_.normed);
@@ -184,7 +168,7 @@ absl::Status VisionEncoder::Prepare(Work* work) {
   };
   const int64_t plan_bytes = write_plan(nullptr, nullptr);
   DORAD_RETURN_IF_ERROR(Grow(&host_, plan_bytes));
-  DORAD_RETURN_IF_ERROR(Grow(&memory_, ledger_, work_bytes + plan_bytes));
+  DORAD_RETURN_IF_ERROR(Grow(&memory_, ledger_, MemoryLedger::kWorkspace, work_bytes + plan_bytes));
   (void)lay_out(memory_.as<std::byte>());
   std::byte* const on_device = memory_.as<std::byte>(work_bytes);
   (void)write_plan(host_.as(), on_device);
@@ -198,56 +182,6 @@ absl::Status VisionEncoder::Prepare(Work* work) {
   return stream_.Synchronize(kImage);
 }
 
-absl::Status VisionEncoder::UploadRows() {
-  int slot = -1;
-  slots_.BeginStep();
-  if (adapter_ != nullptr) {
-    DORAD_ASSIGN_OR_RETURN(slot, slots_.Assign(*adapter_, stream_));
-  }
-  rows_.clear();
-  const auto add = [&](int64_t rows, bool adapted) {
-    LinearRows to;
-    to.rows = rows;
-    to.adapted = adapted;
-    to.ranges = {adapted ? AdapterRange{adapter_, slot, 0, rows}
-                         : AdapterRange{nullptr, -1, 0, rows}};
-    to.table = slots_.table();
-    to.maps = slots_.maps();
-    rows_.push_back(std::move(to));
-  };
-  const bool adapted = adapter_ != nullptr;
-  const auto add_parts = [&](int64_t most, bool with_adapter, int64_t divisor) {
-    for (const int64_t rows : {std::min(work_->patches, most), work_->patches % most}) {
-      if (rows > 0) add(rows / divisor, with_adapter);
-    }
-  };
-  add_parts(kPixelRows, /*with_adapter=*/false, 1);
-  add_parts(work_->chunk_rows, adapted, 1);
-  add_parts(work_->chunk_rows, adapted, vision_.merge * vision_.merge);
-  const auto write = [&](std::byte* host, std::byte* device) {
-    ArrayWriter writer(host, device);
-    for (LinearRows& rows : rows_) WriteSegments(&rows, writer);
-    return writer.bytes();
-  };
-  const int64_t bytes = write(nullptr, nullptr);
-  DORAD_RETURN_IF_ERROR(Grow(&host_rows_, bytes));
-  DORAD_RETURN_IF_ERROR(Grow(&device_rows_, ledger_, bytes));
-  (void)write(host_rows_.as(), device_rows_.as<std::byte>());
-  DORAD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(device_rows_.as<>(), host_rows_.as(), bytes,
-                                             cudaMemcpyHostToDevice, stream_.get()),
-                             kImage);
-  return absl::OkStatus();
-}
-
-const LinearRows& VisionEncoder::Rows(int64_t rows, bool adapted) const {
-  adapted = adapted && adapter_ != nullptr;
-  const auto found = std::find_if(rows_.begin(), rows_.end(), [&](const LinearRows& r) {
-    return r.rows == rows && r.adapted == adapted;
-  });
-  DORAD_CHECK(found != rows_.end());
-  return *found;
-}
-
 VisionEncoder::Chunk VisionEncoder::CurrentChunk() const {
   const int64_t rows = RowsOfChunk();
   const int64_t begin = work_->chunk * rows;
@@ -255,7 +189,7 @@ VisionEncoder::Chunk VisionEncoder::CurrentChunk() const {
 }
 
 int64_t VisionEncoder::RowsOfChunk() const {
-  return work_->stage == Stage::kEmbed ? kPixelRows : work_->chunk_rows;
+  return work_->stage == Stage::kEmbed ? VisionRows::kPixelRows : work_->chunk_rows;
 }
 
 double VisionEncoder::Cost() const { return std::max(Operations(), kLeastOperations); }
@@ -353,8 +287,8 @@ absl::Status VisionEncoder::Embed(const engine::Image& image, const Chunk& chunk
       kImage);
   const int64_t width = vision_.width;
   float* const residual = buffers_.residual + chunk.begin * width;
-  DORAD_RETURN_IF_ERROR(
-      linear_.Run(tower_.patch, Rows(chunk.rows, /*adapted=*/false), buffers_.pixels, residual));
+  DORAD_RETURN_IF_ERROR(linear_.Run(tower_.patch, rows_.Find(chunk.rows, /*adapted=*/false),
+                                    buffers_.pixels, residual));
   if (vision_.style.position_table) {
     DORAD_RETURN_IF_CUDA_ERROR(kernels::AddTableRows(residual, buffers_.taps + chunk.begin,
                                                      tower_.table, static_cast<int32_t>(chunk.rows),
@@ -398,16 +332,17 @@ absl::Status VisionEncoder::Project(const TowerWeights::Block& block, const Chun
   const int64_t width = vision_.width;
   DORAD_RETURN_IF_ERROR(Norm(block.norm1, chunk.rows, width, vision_.norm_eps,
                              buffers_.residual + chunk.begin * width, /*delta=*/nullptr));
+  __nv_bfloat16* const qkv = buffers_.qkv + chunk.begin * 3 * width;
+  DORAD_RETURN_IF_ERROR(
+      linear_.Run(block.qkv, rows_.Find(chunk.rows, /*adapted=*/true), buffers_.normed, qkv));
   kernels::PatchRotaryParams rotary;
-  rotary.qkv = buffers_.qkv + chunk.begin * 3 * width;
+  rotary.qkv = qkv;
   rotary.taps = buffers_.taps + chunk.begin;
   rotary.rows = static_cast<int32_t>(chunk.rows);
   rotary.heads = static_cast<int32_t>(vision_.heads);
   rotary.head_dim = static_cast<int32_t>(vision_.head_dim());
   rotary.cos = buffers_.cos;
   rotary.sin = buffers_.sin;
-  DORAD_RETURN_IF_ERROR(
-      linear_.Run(block.qkv, Rows(chunk.rows, /*adapted=*/true), buffers_.normed, rotary.qkv));
   return ToStatus(kernels::RotatePatches(rotary, stream_.get()), kImage);
 }
 
@@ -450,7 +385,7 @@ absl::StatusOr<const __nv_bfloat16*> VisionEncoder::Activate(int64_t rows) {
 
 absl::Status VisionEncoder::Attend(const TowerWeights::Block& block, const Chunk& chunk) {
   const int64_t width = vision_.width;
-  const LinearRows& rows = Rows(chunk.rows, /*adapted=*/true);
+  const LinearRows& rows = rows_.Find(chunk.rows, /*adapted=*/true);
   float* const residual = buffers_.residual + chunk.begin * width;
   DORAD_RETURN_IF_ERROR(Attention(chunk));
   DORAD_RETURN_IF_ERROR(linear_.Run(block.proj, rows, buffers_.normed, buffers_.delta));
@@ -467,7 +402,7 @@ absl::Status VisionEncoder::Merge(const TowerWeights::Merger& merger, bool deeps
                                   const Chunk& chunk) {
   const int64_t patches_of_token = vision_.merge * vision_.merge;
   const int64_t tokens = chunk.rows / patches_of_token;
-  const LinearRows& rows = Rows(tokens, /*adapted=*/true);
+  const LinearRows& rows = rows_.Find(tokens, /*adapted=*/true);
   float* const residual = buffers_.residual + chunk.begin * vision_.width;
   // The norm of a deepstack merger is that of whole tokens.
   DORAD_RETURN_IF_ERROR(Norm(merger.norm, deepstack ? tokens : chunk.rows,
@@ -483,9 +418,9 @@ absl::Status VisionEncoder::Merge(const TowerWeights::Merger& merger, bool deeps
   DORAD_RETURN_IF_ERROR(linear_.Run(merger.fc1, rows, buffers_.normed, buffers_.wide));
   DORAD_RETURN_IF_CUDA_ERROR(
       kernels::Gelu(buffers_.wide, tokens * vision_.merger_inner(), stream_.get()), kImage);
+  const int64_t first = chunk.begin / patches_of_token;
   float* const to =
       work_->features.as<float>() + level * vision_.tokens(work_->grid) * vision_.output;
-  const int64_t first = chunk.begin / patches_of_token;
   if (!vision_.style.windows) {
     return linear_.Run(merger.fc2, rows, buffers_.wide, to + first * vision_.output);
   }

@@ -23,6 +23,7 @@
 #include "server/backends/cuda/linear.h"
 #include "server/backends/cuda/model.h"
 #include "server/backends/cuda/vision_plan.h"
+#include "server/backends/cuda/vision_rows.h"
 #include "server/engine/images.h"
 
 namespace dorad::cuda {
@@ -90,10 +91,10 @@ class VisionEncoder {
                 const Stream* stream, Linear linear)
       : vision_(*model->config().vision),
         tower_(model->tower()),
-        slots_(*slots),
         ledger_(ledger),
         stream_(*stream),
-        linear_(std::move(linear)) {}
+        linear_(std::move(linear)),
+        rows_(vision_, slots, ledger, stream) {}
 
   absl::Status Start(const engine::Image& image);
   // Allocates for the image and writes the plan.
@@ -117,25 +118,17 @@ class VisionEncoder {
                      const Chunk& chunk);
   absl::Status Norm(const TowerNormWeights& weights, int64_t rows, int64_t size, double eps,
                     float* residual, const float* delta);
-  // Uploads the descriptions of the products' rows: all with one adapter, or of the base model.
-  absl::Status UploadRows();
-  const LinearRows& Rows(int64_t rows, bool adapted) const;
 
   const model::VisionConfig& vision_;
   const TowerWeights& tower_;
-  AdapterSlots& slots_;
   MemoryLedger* const ledger_;
   const Stream& stream_;
   Linear linear_;
-  const CudaAdapterWeights* adapter_ = nullptr;  // of the current call
+  VisionRows rows_;  // of the current call
   std::optional<Work> work_;
   PinnedBuffer host_;    // the plan of an image, or a chunk of its pixels
   DeviceBuffer memory_;  // for the largest image so far
   Buffers buffers_;
-  // The products' rows in the current call.
-  PinnedBuffer host_rows_;
-  DeviceBuffer device_rows_;
-  std::vector<LinearRows> rows_;
 };
 
 }  // namespace dorad::cuda
