@@ -60,6 +60,17 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
+    PoolPatchesKernel(const __nv_bfloat16* from, int64_t count, int patches, int channels,
+                      float* to) {
+  const int64_t i = Item();
+  if (i >= count) return;
+  const __nv_bfloat16* const first = from + i / channels * patches * channels + i % channels;
+  float sum = 0.0f;
+  for (int p = 0; p < patches; ++p) sum += __bfloat162float(first[int64_t{p} * channels]);
+  to[i] = sum / static_cast<float>(patches);
+}
+
+__global__ void __launch_bounds__(kThreads)
     ScatterRowsKernel(const float* from, const int32_t* places, int width, float* to) {
   const int64_t place = places[blockIdx.x];
   for (int i = threadIdx.x; i < width; i += kThreads) {
@@ -119,6 +130,16 @@ cudaError_t ByChannel(const __nv_bfloat16* from, int64_t tokens, int32_t patches
   }
   const int64_t count = tokens * patches * channels;
   ByChannelKernel<<<Blocks(count), kThreads, 0, stream>>>(from, count, patches, channels, to);
+  return cudaGetLastError();
+}
+
+cudaError_t PoolPatches(const __nv_bfloat16* from, int64_t tokens, int32_t patches,
+                        int32_t channels, float* to, cudaStream_t stream) {
+  if (tokens <= 0 || patches <= 0 || channels <= 0 || from == nullptr || to == nullptr) {
+    return cudaErrorInvalidValue;
+  }
+  const int64_t count = tokens * channels;
+  PoolPatchesKernel<<<Blocks(count), kThreads, 0, stream>>>(from, count, patches, channels, to);
   return cudaGetLastError();
 }
 

@@ -20,6 +20,10 @@ cudaError_t AddInPlace(float* to, const float* from, int64_t count, cudaStream_t
 cudaError_t ByChannel(const __nv_bfloat16* from, int64_t tokens, int32_t patches, int32_t channels,
                       __nv_bfloat16* to, cudaStream_t stream);
 
+// to[t, c] = the mean of from[t, :, c], added in order. [tokens, patches, channels].
+cudaError_t PoolPatches(const __nv_bfloat16* from, int64_t tokens, int32_t patches,
+                        int32_t channels, float* to, cudaStream_t stream);
+
 // to[places[i]] = from[i], rows of `width` fp32. places: device, [rows].
 cudaError_t ScatterRows(const float* from, const int32_t* places, int32_t rows, int32_t width,
                         float* to, cudaStream_t stream);

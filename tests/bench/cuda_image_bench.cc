@@ -5,8 +5,8 @@
 //                    [--patches 0]
 //
 // One JSON line a case; times in milliseconds. TFLOPs counts the tower's products and attention.
-// rank 0: the base model. patches: of the one image that is timed; 0: of all sizes. steps: 0 for
-// none. A step begins while the one before it is computed, with a piece of an
+// rank 0: the base model. patches: of the one image that is timed; 0: of all sizes that the model
+// takes. steps: 0 for none. A step begins while the one before it is computed, with a piece of an
 // image between them, as the engine does.
 #include <algorithm>
 #include <chrono>
@@ -61,6 +61,8 @@ class Bench {
     for (const adapter::LoadedAdapter* adapter : adapters) {
       for (const auto& [height, width] :
            {std::pair(16, 16), {32, 32}, {64, 64}, {128, 64}, {128, 128}}) {
+        const int64_t side = model_->config().vision->fixed_side;
+        if (side != 0 && (height != side || width != side)) continue;
         if (options_["--patches"] % (height * width) == 0) TimeImage(height, width, adapter);
       }
       if (options_["--steps"] > 20) TimeSteps(adapter);
@@ -130,7 +132,7 @@ class Bench {
     std::fflush(stdout);
   }
 
-  // Decode steps alone, and with a piece of an image of 1,024 tokens between any two.
+  // Decode steps alone, and with a piece of an image of 64 x 64 patches between any two.
   void TimeSteps(const adapter::LoadedAdapter* adapter) {
     engine::Image image = MakeImage(64, 64);
     for (const bool with_images : {false, true}) {

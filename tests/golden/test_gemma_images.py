@@ -13,8 +13,6 @@ from lib.server import device, serve
 from lib.tiny_models import IMAGE
 from safetensors.torch import load_file, save_file
 
-pytestmark = pytest.mark.skipif(device() != "cpu", reason="a GPU serves the text alone")
-
 TOKENS = 16  # of an image
 TOWER = r"vision_tower\."
 OLDER = "vision_tower.vision_model."
@@ -42,12 +40,16 @@ def test_rows_of_an_image_see_the_rows_after_them(zoo, client):
     ids, images = prompt_of(inputs)
     chosen = list(range(client.info().model.vocab_size))
     result = client.score([ids], [None], chosen_token_ids=chosen, images=[images])
-    ours = result.chosen_logprobs[0][0][1:]
     oracle = zoo.oracle("gemma3")
     seen = for_oracle(inputs, [])
-    assert np.abs(ours - oracle.image_logprobs(None, seen)[:-1]).max() < 1e-4
+
+    def distances():
+        return np.abs(result.chosen_logprobs[0][0][1:] - oracle.image_logprobs(None, seen)[:-1])
+
+    # A GPU computes in bf16.
+    assert distances().max() < (1e-4 if device() == "cpu" else 0.2)
     del seen["token_type_ids"]
-    assert np.abs(ours - oracle.image_logprobs(None, seen)[:-1]).max() > 1e-2
+    assert distances().max() > 1.0
 
 
 def test_published_files_have_another_name_of_the_tower(zoo, client, tmp_path):
@@ -70,6 +72,7 @@ def test_an_adapter_of_an_older_version_is_the_same_adapter(zoo, client, tmp_pat
     assert client.publish(f"older{len(outer)}", path=folder).digest == digest
 
 
+@pytest.mark.skipif(device() != "cpu", reason="the lengths are for a CPU's pages")
 def test_a_prefix_that_ends_within_an_image_keeps_the_bits(zoo):
     """Pages are evicted from the end of a prefix on."""
     ids, images = prompt([*range(20, 27), Picture(1, SIDE, SIDE), *range(30, 36)])

@@ -11,14 +11,11 @@ import numpy as np
 import PIL.Image
 import torch
 
-from lib.server import device
 from lib.texts import make_tokenizer
 from lib.tiny_models import IMAGE
 
 # Those whose images are served.
-FAMILIES = ["qwen3_vl", "qwen25_vl", "mistral3", "qwen35"]
-if device() == "cpu":
-    FAMILIES += ["gemma3"]
+FAMILIES = ["qwen3_vl", "qwen25_vl", "mistral3", "gemma3", "qwen35"]
 
 # Of the tiny towers: pixels on a side of a patch, and patches on a side of a token.
 PATCH, MERGE = 2, 2

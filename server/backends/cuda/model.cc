@@ -32,7 +32,8 @@ absl::StatusOr<std::string> DeviceUuid() {
 }
 
 bool IsMatrix(WeightKind kind) {
-  return kind == WeightKind::kMatrix || kind == WeightKind::kPatchMatrix;
+  return kind == WeightKind::kMatrix || kind == WeightKind::kPatchMatrix ||
+         kind == WeightKind::kProjection;
 }
 
 }  // namespace
@@ -146,16 +147,21 @@ class CudaModel::Places {
     const auto linear = [&](int first, int count = 1) {
       return Group(layout, base, first, count, vision.has_bias(first));
     };
+    // Without a module.
+    const auto product = [&](WeightKind kind, int64_t out, int64_t in) {
+      LinearGroup group;
+      group.in = in;
+      group.out = out;
+      group.outs = {out};
+      char* weight = At(base, layout.Add(out * in * 2));
+      places_[{kind, 0}] = {weight, out * in};
+      group.weight = reinterpret_cast<const __nv_bfloat16*>(weight);
+      return group;
+    };
     TowerWeights& tower = model_.tower_;
-    LinearGroup& patch = tower.patch;
-    patch.in = vision.patch_elements();
-    patch.out = vision.width;
-    patch.outs = {vision.width};
-    char* weight = At(base, layout.Add(patch.out * patch.in * 2));
-    places_[{WeightKind::kPatchMatrix, 0}] = {weight, patch.out * patch.in};
-    patch.weight = reinterpret_cast<const __nv_bfloat16*>(weight);
+    tower.patch = product(WeightKind::kPatchMatrix, vision.width, vision.patch_elements());
     if (style.patch_bias) {
-      patch.bias = Vector(layout, base, WeightKind::kPatchBias, 0, vision.width);
+      tower.patch.bias = Vector(layout, base, WeightKind::kPatchBias, 0, vision.width);
     }
     if (style.position_table) {
       tower.table = Vector(layout, base, WeightKind::kPositionTable, 0,
@@ -171,6 +177,11 @@ class CudaModel::Places {
     const auto merger = [&](const model::MergerSpec& spec, int64_t norm_size) {
       TowerWeights::Merger to;
       to.norm = norm(norm_size);
+      if (style.pools_patches) {
+        to.pooled_norm = Vector(layout, base, WeightKind::kTowerNorm, next_norm++, vision.width);
+        to.projection = product(WeightKind::kProjection, vision.output, vision.width);
+        return to;
+      }
       if (style.joins_patches) to.join = linear(spec.join);
       to.fc1 = linear(spec.fc1);
       to.fc2 = linear(spec.fc2);
@@ -236,7 +247,11 @@ class CudaModel::Sink final : public model::WeightSink {
       const auto place = places_.all().find(Places::KeyOf(slot));
       DORAD_CHECK(place != places_.all().end());
       const DType dtype = IsMatrix(slot.kind) ? DType::kBF16 : DType::kF32;
-      if (slot.adds_one) continue;
+      if (slot.kind == WeightKind::kProjection) {
+        const int64_t in_file = slot.num_elements() * int64_t{sizeof(__nv_bfloat16)};
+        DORAD_ASSIGN_OR_RETURN(projection_, DeviceBuffer::Allocate(ledger_, "loading", in_file));
+      }
+      if (slot.adds_one || slot.kind == WeightKind::kProjection) continue;
       placed_[name] = {dtype, static_cast<uint64_t>(place->second.at - model_.memory_.as<char>())};
     }
     return absl::OkStatus();
@@ -247,9 +262,52 @@ class CudaModel::Sink final : public model::WeightSink {
 
   absl::StatusOr<bool> Write(const WeightSlot& slot, int64_t first_element,
                              absl::Span<const std::byte> block) override {
+    char* const to = places_.all().at(Places::KeyOf(slot)).at;
+    if (slot.kind != WeightKind::kProjection) return WriteTo(to, slot, first_element, block);
+    DORAD_ASSIGN_OR_RETURN(const bool finite,
+                           WriteTo(projection_.as<char>(), slot, first_element, block));
+    const auto elements = static_cast<int64_t>(block.size() / SizeOf(slot.dtype));
+    if (first_element + elements < slot.num_elements()) return finite;
+    DORAD_RETURN_IF_CUDA_ERROR(
+        kernels::Transpose(projection_.as<__nv_bfloat16>(), slot.shape[0], slot.shape[1],
+                           reinterpret_cast<__nv_bfloat16*>(to), stream().get()),
+        kLoading);
+    return finite;
+  }
+
+  absl::Status Randomise(uint32_t seed) {
+    for (const auto& [key, place] : places_.all()) {
+      const WeightKind kind = key.first;
+      cudaError_t error = cudaSuccess;
+      if (IsMatrix(kind)) {
+        error = kernels::FillRandom(reinterpret_cast<__nv_bfloat16*>(place.at), place.elements,
+                                    0.035f, seed++, stream().get());
+      } else {
+        const bool is_bias = kind == WeightKind::kBias || kind == WeightKind::kPatchBias ||
+                             kind == WeightKind::kTowerNormBias ||
+                             kind == WeightKind::kPositionTable;
+        error = kernels::FillConstant(reinterpret_cast<float*>(place.at), place.elements,
+                                      is_bias ? 0.0f : 1.0f, stream().get());
+      }
+      DORAD_RETURN_IF_CUDA_ERROR(error, "making random weights");
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Finish() { return stream().Synchronize(kLoading); }
+
+ private:
+  Sink(CudaModel* model, MemoryLedger* ledger, std::unique_ptr<Uploader> uploader)
+      : model_(*model), ledger_(ledger), places_(model), uploader_(std::move(uploader)) {}
+
+  const Stream& stream() const { return uploader_->stream(); }
+
+  // The block's elements, as the tensor that begins at `tensor` has them.
+  absl::StatusOr<bool> WriteTo(char* tensor, const WeightSlot& slot, int64_t first_element,
+                               absl::Span<const std::byte> block) {
     const bool matrix = IsMatrix(slot.kind);
     const int64_t to_size = matrix ? sizeof(__nv_bfloat16) : sizeof(float);
-    char* const to = places_.all().at(Places::KeyOf(slot)).at + first_element * to_size;
+    char* const to = tensor + first_element * to_size;
     const auto bytes = static_cast<int64_t>(block.size());
     if (slot.dtype == (matrix ? DType::kBF16 : DType::kF32)) {
       DORAD_RETURN_IF_ERROR(Copy(block, to));
@@ -284,33 +342,6 @@ class CudaModel::Sink final : public model::WeightSink {
     return not_finite == 0;
   }
 
-  absl::Status Randomise(uint32_t seed) {
-    for (const auto& [key, place] : places_.all()) {
-      const WeightKind kind = key.first;
-      cudaError_t error = cudaSuccess;
-      if (IsMatrix(kind)) {
-        error = kernels::FillRandom(reinterpret_cast<__nv_bfloat16*>(place.at), place.elements,
-                                    0.035f, seed++, stream().get());
-      } else {
-        const bool is_bias = kind == WeightKind::kBias || kind == WeightKind::kPatchBias ||
-                             kind == WeightKind::kTowerNormBias ||
-                             kind == WeightKind::kPositionTable;
-        error = kernels::FillConstant(reinterpret_cast<float*>(place.at), place.elements,
-                                      is_bias ? 0.0f : 1.0f, stream().get());
-      }
-      DORAD_RETURN_IF_CUDA_ERROR(error, "making random weights");
-    }
-    return absl::OkStatus();
-  }
-
-  absl::Status Finish() { return stream().Synchronize(kLoading); }
-
- private:
-  Sink(CudaModel* model, MemoryLedger* ledger, std::unique_ptr<Uploader> uploader)
-      : model_(*model), ledger_(ledger), places_(model), uploader_(std::move(uploader)) {}
-
-  const Stream& stream() const { return uploader_->stream(); }
-
   absl::Status Copy(absl::Span<const std::byte> block, void* to) {
     return uploader_->Wait(*uploader_->Start(
         {{block.data(), to, static_cast<int64_t>(block.size())}}, /*pinned=*/false));
@@ -330,6 +361,7 @@ class CudaModel::Sink final : public model::WeightSink {
   MemoryLedger* const ledger_;
   Places places_;
   std::map<std::string, model::PlacedTensor> placed_;
+  DeviceBuffer projection_;  // WeightKind::kProjection as in the file
   absl::Mutex mu_;
   DeviceBuffer raw_ ABSL_GUARDED_BY(mu_);
   DeviceBuffer not_finite_ ABSL_GUARDED_BY(mu_);

@@ -75,6 +75,9 @@ struct TowerWeights {
     TowerNormWeights norm;
     LinearGroup join;  // of TowerStyle::joins_patches
     LinearGroup fc1, fc2;
+    // In their place, of TowerStyle::pools_patches.
+    const float* pooled_norm = nullptr;
+    LinearGroup projection;  // no module
   };
   LinearGroup patch;             // no module
   const float* table = nullptr;  // [table_side², width], or null

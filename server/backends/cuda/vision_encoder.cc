@@ -47,15 +47,15 @@ int64_t ChunkRows(const model::VisionConfig& vision, int64_t patches) {
 
 absl::Status CheckTower(const model::VisionConfig& vision) {
   std::string problem;
+  // Of a norm, at most.
+  const int64_t widest = vision.style.pools_patches ? vision.width : vision.merged_width();
   if (!kernels::HasSegmentAttention(vision.head_dim())) {
     problem = absl::StrCat("heads of ", vision.head_dim(),
                            " elements: on a GPU the size is a multiple of 8 and at most 128");
-  } else if (vision.bidirectional || vision.style.pools_patches) {
-    problem = "images whose rows see each other: on a GPU only the text is served";
   } else if (kLeastRows % (vision.merge * vision.merge) != 0) {
     problem = absl::StrCat("tokens of ", vision.merge, " x ", vision.merge, " patches");
-  } else if (vision.merged_width() > 8192) {
-    problem = absl::StrCat("merged tokens of ", vision.merged_width(), " elements, more than 8192");
+  } else if (widest > 8192) {
+    problem = absl::StrCat("norms of ", widest, " elements, more than 8192");
   } else {
     return absl::OkStatus();
   }
@@ -70,8 +70,14 @@ absl::StatusOr<std::unique_ptr<VisionEncoder>> VisionEncoder::Create(const CudaM
   DORAD_CHECK(model->config().vision.has_value());
   DORAD_RETURN_IF_ERROR(CheckTower(*model->config().vision));
   const TowerWeights& tower = model->tower();
-  std::vector<const LinearGroup*> groups = {&tower.patch, &tower.merger.fc1, &tower.merger.fc2};
-  if (model->config().vision->style.joins_patches) groups.push_back(&tower.merger.join);
+  const model::TowerStyle& style = model->config().vision->style;
+  std::vector<const LinearGroup*> groups = {&tower.patch};
+  if (style.pools_patches) {
+    groups.push_back(&tower.merger.projection);
+  } else {
+    groups.insert(groups.end(), {&tower.merger.fc1, &tower.merger.fc2});
+  }
+  if (style.joins_patches) groups.push_back(&tower.merger.join);
   for (const TowerWeights::Block& block : tower.blocks) {
     groups.insert(groups.end(), {&block.qkv, &block.proj, &block.fc1, &block.fc2});
   }
@@ -197,7 +203,8 @@ double VisionEncoder::Cost() const { return std::max(Operations(), kLeastOperati
 double VisionEncoder::Operations() const {
   const auto rows = static_cast<double>(CurrentChunk().rows);
   const auto width = static_cast<double>(vision_.width);
-  const auto merged = static_cast<double>(vision_.merged_width());
+  const auto output = static_cast<double>(vision_.output);
+  const auto patches_of_token = static_cast<double>(vision_.merge * vision_.merge);
   switch (work_->stage) {
     case Stage::kEmbed:
       return 2.0 * rows * width * static_cast<double>(vision_.patch_elements());
@@ -207,7 +214,8 @@ double VisionEncoder::Operations() const {
       return AttendOperations(vision_, CurrentChunk().rows, work_->patches);
     case Stage::kMergeDeepstack:
     case Stage::kMerge:
-      return 2.0 * rows * width * (merged + static_cast<double>(vision_.output));
+      if (vision_.style.pools_patches) return 2.0 * rows / patches_of_token * width * output;
+      return 2.0 * rows * width * (static_cast<double>(vision_.merged_width()) + output);
   }
   return 0.0;
 }
@@ -259,6 +267,7 @@ absl::Status VisionEncoder::RunUnit(const engine::Image& image) {
       return Merge(tower_.deepstack_mergers[work_->deepstack], /*deepstack=*/true,
                    static_cast<int64_t>(work_->deepstack) + 1, chunk);
     case Stage::kMerge:
+      if (vision_.style.pools_patches) return Pool(tower_.merger, chunk);
       return Merge(tower_.merger, /*deepstack=*/false, /*level=*/0, chunk);
   }
   return absl::OkStatus();
@@ -335,6 +344,7 @@ absl::Status VisionEncoder::Project(const TowerWeights::Block& block, const Chun
   __nv_bfloat16* const qkv = buffers_.qkv + chunk.begin * 3 * width;
   DORAD_RETURN_IF_ERROR(
       linear_.Run(block.qkv, rows_.Find(chunk.rows, /*adapted=*/true), buffers_.normed, qkv));
+  if (!vision_.style.rotary) return absl::OkStatus();
   kernels::PatchRotaryParams rotary;
   rotary.qkv = qkv;
   rotary.taps = buffers_.taps + chunk.begin;
@@ -419,8 +429,7 @@ absl::Status VisionEncoder::Merge(const TowerWeights::Merger& merger, bool deeps
   DORAD_RETURN_IF_CUDA_ERROR(
       kernels::Gelu(buffers_.wide, tokens * vision_.merger_inner(), stream_.get()), kImage);
   const int64_t first = chunk.begin / patches_of_token;
-  float* const to =
-      work_->features.as<float>() + level * vision_.tokens(work_->grid) * vision_.output;
+  float* const to = Features(level);
   if (!vision_.style.windows) {
     return linear_.Run(merger.fc2, rows, buffers_.wide, to + first * vision_.output);
   }
@@ -429,6 +438,26 @@ absl::Status VisionEncoder::Merge(const TowerWeights::Merger& merger, bool deeps
       kernels::ScatterRows(buffers_.delta, buffers_.tokens + first, static_cast<int32_t>(tokens),
                            static_cast<int32_t>(vision_.output), to, stream_.get()),
       kImage);
+}
+
+absl::Status VisionEncoder::Pool(const TowerWeights::Merger& merger, const Chunk& chunk) {
+  const int64_t width = vision_.width;
+  const int64_t patches_of_token = vision_.merge * vision_.merge;
+  const int64_t tokens = chunk.rows / patches_of_token;
+  DORAD_RETURN_IF_ERROR(Norm(merger.norm, chunk.rows, width, vision_.norm_eps,
+                             buffers_.residual + chunk.begin * width, /*delta=*/nullptr));
+  DORAD_RETURN_IF_CUDA_ERROR(
+      kernels::PoolPatches(buffers_.normed, tokens, static_cast<int32_t>(patches_of_token),
+                           static_cast<int32_t>(width), buffers_.delta, stream_.get()),
+      kImage);
+  DORAD_RETURN_IF_ERROR(Norm({merger.pooled_norm, nullptr}, tokens, width, vision_.merger_eps,
+                             buffers_.delta, /*delta=*/nullptr));
+  return linear_.Run(merger.projection, rows_.Find(tokens, /*adapted=*/false), buffers_.normed,
+                     Features(0) + chunk.begin / patches_of_token * vision_.output);
+}
+
+float* VisionEncoder::Features(int64_t level) const {
+  return work_->features.as<float>() + level * vision_.tokens(work_->grid) * vision_.output;
 }
 
 }  // namespace dorad::cuda

@@ -116,6 +116,9 @@ class VisionEncoder {
   absl::Status Attend(const TowerWeights::Block& block, const Chunk& chunk);
   absl::Status Merge(const TowerWeights::Merger& merger, bool deepstack, int64_t level,
                      const Chunk& chunk);
+  // In its place, of TowerStyle::pools_patches.
+  absl::Status Pool(const TowerWeights::Merger& merger, const Chunk& chunk);
+  float* Features(int64_t level) const;
   absl::Status Norm(const TowerNormWeights& weights, int64_t rows, int64_t size, double eps,
                     float* residual, const float* delta);
 

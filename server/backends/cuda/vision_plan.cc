@@ -48,7 +48,7 @@ VisionPlan PlanImage(const model::VisionConfig& vision, const model::ImageGrid& 
     plan.taps.push_back(PatchTapsOf(vision, grid, place));
   }
   const int64_t half = vision.head_dim() / 2;
-  const int64_t side = std::max(grid.height, grid.width);
+  const int64_t side = vision.style.rotary ? std::max(grid.height, grid.width) : 0;
   plan.cos.resize(side * half);
   plan.sin.resize(side * half);
   for (int64_t p = 0; p < side; ++p) {

@@ -20,7 +20,7 @@ struct SegmentTiles {
 
 struct VisionPlan {
   std::vector<kernels::PatchTaps> taps;  // of rows
-  // [places, head_dim / 2] each: of patches whose row and column are equal.
+  // [places, head_dim / 2] each: of patches whose row and column are equal. Empty: nothing turns.
   std::vector<float> cos, sin;
   SegmentTiles frame;
   SegmentTiles windows;         // empty: the tower has none

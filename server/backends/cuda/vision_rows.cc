@@ -36,7 +36,8 @@ absl::Status VisionRows::Upload(int64_t patches, int64_t chunk_rows,
   const int64_t patches_of_token = vision_.merge * vision_.merge;
   add_parts(kPixelRows, /*adapted=*/false, 1);
   add_parts(chunk_rows, adapted_, 1);
-  add_parts(chunk_rows, adapted_, patches_of_token);
+  // No adapter changes the projection of pooled patches.
+  add_parts(chunk_rows, adapted_ && !vision_.style.pools_patches, patches_of_token);
   const auto write = [&](std::byte* host, std::byte* device) {
     ArrayWriter writer(host, device);
     for (LinearRows& rows : rows_) WriteSegments(&rows, writer);

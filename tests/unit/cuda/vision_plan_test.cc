@@ -67,6 +67,28 @@ TEST(VisionPlanTest, AFrameIsOneSegmentInTheProcessorsOrder) {
   }
 }
 
+// Gemma 3's: tokens of 4 x 4 patches, and a table with a row for each patch.
+TEST(VisionPlanTest, WithoutRotationPatchesHaveTheirRowsOfTheTable) {
+  model::VisionConfig tower = Tower(0);
+  tower.merge = 4;
+  tower.table_side = tower.fixed_side = 16;
+  tower.style.rotary = false;
+  const VisionPlan plan = PlanImage(tower, {1, 16, 16}, 512);
+  EXPECT_TRUE(plan.cos.empty());
+  EXPECT_TRUE(plan.sin.empty());
+  ExpectTiles(plan.frame, {16 * 16}, 512);
+  ASSERT_EQ(plan.taps.size(), 16u * 16u);
+  for (int32_t i = 0; i < 16 * 16; ++i) {
+    const kernels::PatchTaps& taps = plan.taps[i];
+    const int32_t token = i / 16, in_token = i % 16;
+    EXPECT_EQ(taps.row, token / 4 * 4 + in_token / 4);
+    EXPECT_EQ(taps.column, token % 4 * 4 + in_token % 4);
+    EXPECT_EQ(taps.rows[0], 16 * taps.row + taps.column);
+    EXPECT_EQ(taps.weights[0], 1.0f);
+    for (int t = 1; t < 4; ++t) EXPECT_EQ(taps.weights[t], 0.0f);
+  }
+}
+
 TEST(VisionPlanTest, WindowsFollowOneAnotherAcrossChunks) {
   const model::VisionConfig tower = Tower(4);
   const model::ImageGrid grid{1, 60, 38};

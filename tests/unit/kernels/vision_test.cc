@@ -264,6 +264,24 @@ TEST_F(VisionTest, ElementsGoChannelByChannel) {
   }
 }
 
+TEST_F(VisionTest, PatchesOfATokenArePooled) {
+  constexpr int kTokens = 5, kChannels = 70;
+  for (const int patches : {1, 4, 16}) {
+    const auto from = Rounded(Normals(kTokens * patches * kChannels, 1));
+    const DeviceBuffer<Bf16> d_from(from);
+    const DeviceBuffer<float> d_to(kTokens * kChannels);
+    DORAD_ASSERT_CUDA(PoolPatches(d_from.get(), kTokens, patches, kChannels, d_to.get(), nullptr));
+    const auto to = d_to.Read();
+    for (int i = 0; i < kTokens * kChannels; ++i) {
+      double sum = 0.0;
+      for (int p = 0; p < patches; ++p) {
+        sum += ValueOf(from[(i / kChannels * patches + p) * kChannels + i % kChannels]);
+      }
+      ASSERT_NEAR(to[i], sum / patches, 1e-6);
+    }
+  }
+}
+
 TEST_F(VisionTest, RowsGoToTheirPlaces) {
   constexpr int kRows = 6, kWidth = 300;
   const std::vector<int32_t> places = {3, 0, 5, 1, 4, 2};
