@@ -87,6 +87,16 @@ __device__ inline void CopyAsync16(uint32_t destination, const void* source, boo
                : "memory");
 }
 
+// Copies `bytes` contiguous bytes; size and addresses are multiples of 16.
+__device__ inline void CopyBytes(uint32_t destination, const void* source, uint32_t bytes,
+                                 uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // One box of a two-dimensional tensor, its corner at (column, row); out of bounds reads as zero.
 __device__ inline void CopyTensorBox(uint32_t destination, const CUtensorMap* map, int column,
                                      int row, uint32_t barrier) {

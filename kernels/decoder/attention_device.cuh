@@ -84,16 +84,6 @@ __device__ inline void CopyCacheBox(uint32_t destination, const CUtensorMap* map
       : "memory");
 }
 
-// Copies `bytes` contiguous bytes; size and addresses are multiples of 16.
-__device__ inline void CopyBytes(uint32_t destination, const void* source, uint32_t bytes,
-                                 uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(destination),
-      "l"(source), "r"(bytes), "r"(barrier)
-      : "memory");
-}
-
 // Pages [first, end) of a tile's kAttentionTilePages: keys to `destination`, values behind them.
 // Whole warp; the i-th page's number is lane page_lane + i's `page`.
 template <int kHeadDim>

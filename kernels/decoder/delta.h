@@ -47,7 +47,8 @@ struct DeltaStates {
 };
 
 struct DeltaParams {
-  StepRows rows;  // with `states`
+  StepRows rows;             // with `states`
+  bool single_rows = false;  // no sequence has more than one row: faster, with the same results
   DeltaShape shape;
   DeltaStates states;
   const __nv_bfloat16* qkvz = nullptr;  // [rows, qkv_size + value_size], 16-byte aligned
@@ -70,7 +71,7 @@ struct DeltaParams {
 cudaError_t DeltaConvolution(const DeltaParams& params, cudaStream_t stream);
 // Writes the sequences' states.
 cudaError_t DeltaRule(const DeltaParams& params, cudaStream_t stream);
-// out = norm(outputs) · silu(z).
+// out = norm(outputs) · silu(z). Writes the convolution's rows of the states.
 cudaError_t DeltaNorm(const DeltaParams& params, cudaStream_t stream);
 
 }  // namespace dorad::kernels

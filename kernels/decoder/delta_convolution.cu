@@ -1,4 +1,5 @@
-// Before and after a delta-net's rule: the convolution and the gated norm.
+// Before and after a delta-net's rule: the convolution, the gated norm, and the rows that the next
+// step's convolution sees.
 #include "kernels/decoder/delta_device.cuh"
 
 namespace dorad::kernels {
@@ -130,14 +131,49 @@ __global__ void __launch_bounds__(32 * kWarps) ConvolutionKernel(const DeltaPara
   }
 }
 
-// One warp for a value head of a row.
+// Replaces the convolution's rows by the last rows of the sequence. The warps of its value heads
+// share the channels.
+__device__ inline void KeepLastRows(const DeltaParams& p, int sequence, int head) {
+  const int begin = p.rows.states.row_begin[sequence];
+  const int count = p.rows.states.row_begin[sequence + 1] - begin;
+  const int from = p.rows.states.from[sequence], to = p.rows.states.to[sequence];
+  WaitForPrevious();
+  if (count == 0 || to < 0) return;
+  const int channels = p.shape.qkv_size();
+  const int kept = p.shape.convolution - 1;
+  const int64_t pitch = channels + p.shape.value_size();
+  const int lanes = 32 * p.shape.value_heads;
+  for (int c = 4 * (32 * head + static_cast<int>(threadIdx.x) % 32); c < channels; c += 4 * lanes) {
+    uint2 x[kMostTaps - 1];  // all are read before one is written: from may be to
+#pragma unroll
+    for (int j = 0; j < kMostTaps - 1; ++j) {
+      const int of = count - kept + j;  // the row of the sequence; below 0: before these
+      x[j] = make_uint2(0, 0);
+      if (j >= kept) continue;
+      if (of >= 0) {
+        x[j] = *reinterpret_cast<const uint2*>(p.qkvz + (begin + of) * pitch + c);
+      } else if (from >= 0) {
+        x[j] = *reinterpret_cast<const uint2*>(ConvolutionAt(p, from, of + kept, c));
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kMostTaps - 1; ++j) {
+      if (j < kept) *reinterpret_cast<uint2*>(ConvolutionAt(p, to, j, c)) = x[j];
+    }
+  }
+}
+
+// One warp for a value head of a row; behind the rows, one for a share of a sequence's last rows.
 __global__ void __launch_bounds__(32 * kWarps) NormKernel(const DeltaParams p) {
   LaunchDependents();
-  WaitForPrevious();
   const DeltaShape& shape = p.shape;
   const int64_t row = blockIdx.x;
   const int head = blockIdx.y * kWarps + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
+  if (row >= p.rows.rows && head < shape.value_heads) {
+    return KeepLastRows(p, static_cast<int>(row) - p.rows.rows, head);
+  }
+  WaitForPrevious();
   if (head >= shape.value_heads) return;
   const int size = shape.value_dim;
   const float* const x = p.mixed + row * shape.qkv_size() + 2 * shape.key_size() + head * size;
@@ -187,7 +223,8 @@ cudaError_t DeltaConvolution(const DeltaParams& params, cudaStream_t stream) {
 
 cudaError_t DeltaNorm(const DeltaParams& params, cudaStream_t stream) {
   if (!IsValid(params)) return cudaErrorInvalidValue;
-  const dim3 grid(params.rows.rows, HeadBlocks(params.shape.value_heads));
+  const dim3 grid(params.rows.rows + params.rows.states.sequences,
+                  HeadBlocks(params.shape.value_heads));
   return LaunchEarly(NormKernel, grid, 32 * kWarps, 0, stream, params);
 }
 

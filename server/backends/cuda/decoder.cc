@@ -249,7 +249,7 @@ absl::Status CudaDecoder::Attention(int64_t layer, int64_t number, const kernels
 }
 
 absl::Status CudaDecoder::Delta(int64_t layer, int64_t number, const kernels::StepRows& rows,
-                                const LinearRows& linear) {
+                                const LinearRows& linear, bool decode) {
   const model::ModelConfig& config = model_.config();
   const DeltaWeights& w = model_.layers()[layer].delta;
   const KvLayout& kv = kv_memory_.layout();
@@ -257,6 +257,7 @@ absl::Status CudaDecoder::Delta(int64_t layer, int64_t number, const kernels::St
   DORAD_RETURN_IF_ERROR(linear_.Run(w.ba, linear, normed_, factors_));
   kernels::DeltaParams delta;
   delta.rows = rows;
+  delta.single_rows = decode;
   delta.shape = DeltaShapeOf(config.delta);
   delta.states = {kv_memory_.as<>(),
                   kv.plane_bytes(),
@@ -347,7 +348,7 @@ absl::Status CudaDecoder::Forward(const kernels::StepRows& rows, const LinearRow
     const LayerWeights& w = model_.layers()[layer];
     DORAD_RETURN_IF_ERROR(Norm(rows.rows, /*first=*/layer == 0, output_norm, w.attention_norm));
     if (config.layers[layer].delta) {
-      DORAD_RETURN_IF_ERROR(Delta(layer, net++, rows, linear));
+      DORAD_RETURN_IF_ERROR(Delta(layer, net++, rows, linear, decode));
     } else {
       DORAD_RETURN_IF_ERROR(Attention(layer, layer - net, rows, linear, decode));
     }

@@ -73,7 +73,7 @@ class CudaDecoder {
   absl::Status Attention(int64_t layer, int64_t number, const kernels::StepRows& rows,
                          const LinearRows& linear, bool decode);
   absl::Status Delta(int64_t layer, int64_t number, const kernels::StepRows& rows,
-                     const LinearRows& linear);
+                     const LinearRows& linear, bool decode);
   absl::Status Mlp(int64_t layer, const LinearRows& linear);
   // Replaces the embeddings of images.
   absl::Status EmbedImages(absl::Span<const ImageRows> images);

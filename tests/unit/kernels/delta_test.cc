@@ -113,6 +113,9 @@ class Net {
     params.rows.pages = d_pages.get();
     params.rows.states = {static_cast<int32_t>(to.size()), d_row_begin.get(), d_to.get(),
                           d_from.get()};
+    params.single_rows = std::all_of(pieces.begin(), pieces.end(), [](const Piece& piece) {
+      return piece.end - piece.begin <= 1;
+    });
     params.shape = shape_;
     params.states = {memory_->get(), plane_bytes_, block_bytes_, state_pages_,
                      kFirstBlock,    tile_,        state_blocks_};

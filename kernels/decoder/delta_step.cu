@@ -1,0 +1,176 @@
+// The gated delta rule for sequences of at most one row and whole shapes: blocks stay and take one
+// state's block after the other, which a warp of theirs copies to shared memory ahead. So memory is
+// always busy.
+#include <algorithm>
+
+#include "kernels/decoder/delta_state.cuh"
+
+namespace dorad::kernels::delta {
+namespace {
+
+constexpr int kStages = 3;
+constexpr int kBlocks = 2;  // of a multiprocessor
+
+struct alignas(128) Stage {
+  float state[kMostKeys * kColumns];  // [kMostKeys, tile]
+  Row row;
+  std::byte* to;  // nullptr: there is nothing to compute
+  float* out;
+  bool has_state;
+};
+
+struct Shared {
+  Stage stages[kStages];
+  uint64_t full[kStages];
+  uint64_t empty[kStages];
+};
+
+// A block of a state, with the row that moves it on.
+struct Item {
+  const std::byte* from = nullptr;
+  std::byte* to = nullptr;
+  int row = 0;
+  int head = 0;
+  int column = 0;
+};
+
+__device__ inline Item ItemAt(const DeltaParams& p, int index, int items) {
+  Item item;
+  if (index >= items) return item;
+  const int sequence = index / p.states.state_blocks;
+  const int from = p.rows.states.from[sequence], to = p.rows.states.to[sequence];
+  item.row = p.rows.states.row_begin[sequence];
+  if (to < 0 || p.rows.states.row_begin[sequence + 1] == item.row) return item;
+  const Columns columns = ColumnsOf(p, index % p.states.state_blocks, /*parts=*/1);
+  item.head = columns.head;
+  item.column = columns.column;
+  item.to = BlockAt(p, to, columns.block);
+  if (from >= 0) item.from = BlockAt(p, from, columns.block);
+  return item;
+}
+
+template <typename T>
+__device__ inline T* FromLane(T* pointer, int lane) {
+  return reinterpret_cast<T*>(
+      __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(pointer), lane));
+}
+
+// One warp. Its lanes look up the next 32 items together.
+__device__ inline void Produce(const DeltaParams& p, int items, Shared& shared) {
+  const DeltaShape& shape = p.shape;
+  const int lane = threadIdx.x % 32;
+  const uint32_t state_bytes = 4 * kMostKeys * p.states.tile;
+  const auto copy_state = [&](const std::byte* from, int stage) {
+    if (lane == 0 && from != nullptr) {
+      CopyBytes(SharedAddress(shared.stages[stage].state), from, state_bytes,
+                SharedAddress(&shared.full[stage]));
+    }
+  };
+  int turn = 0;
+  bool is_waiting = true;
+  for (int first = blockIdx.x; first < items; first += 32 * gridDim.x) {
+    const Item mine = ItemAt(p, first + lane * gridDim.x, items);
+    const int count = min(32, (items - first - 1) / static_cast<int>(gridDim.x) + 1);
+    if (is_waiting) {
+      // No kernel of this step writes these states.
+      for (int j = 0; j < min(count, kStages); ++j) copy_state(FromLane(mine.from, j), j);
+      WaitForPrevious();
+    }
+    const float* const factors = p.factors + int64_t{mine.row} * 2 * shape.value_heads + mine.head;
+    const float update = factors[0], decay = factors[shape.value_heads];
+    for (int j = 0; j < count; ++j, ++turn) {
+      const int stage = turn % kStages;
+      const bool is_copied = is_waiting && j < kStages;
+      if (!is_copied) {
+        BarrierWait(SharedAddress(&shared.empty[stage]), (turn / kStages & 1) ^ 1);
+        copy_state(FromLane(mine.from, j), stage);
+      }
+      if (lane != j) continue;
+      Stage& to = shared.stages[stage];
+      to.to = mine.to;
+      to.has_state = mine.from != nullptr;
+      const float* const mixed = p.mixed + int64_t{mine.row} * shape.qkv_size();
+      const float* const q =
+          mixed + mine.head / (shape.value_heads / shape.key_heads) * shape.key_dim;
+      const int64_t v_at = 2 * shape.key_size() + mine.head * shape.value_dim + mine.column;
+      to.out = p.mixed + int64_t{mine.row} * shape.qkv_size() + v_at;
+      to.row.update = update;
+      to.row.decay = decay;
+      const uint32_t full = SharedAddress(&shared.full[stage]);
+      uint32_t bytes = mine.from == nullptr ? 0 : state_bytes;
+      if (mine.to != nullptr) {
+        bytes += 2 * kMostKeys * 4 + 4 * p.states.tile;
+        CopyBytes(SharedAddress(to.row.q), q, kMostKeys * 4, full);
+        CopyBytes(SharedAddress(to.row.k), q + shape.key_size(), kMostKeys * 4, full);
+        CopyBytes(SharedAddress(to.row.v), mixed + v_at, 4 * p.states.tile, full);
+      }
+      BarrierArriveExpect(full, bytes);
+    }
+    is_waiting = false;
+  }
+}
+
+__device__ inline void Consume(const DeltaParams& p, int items, Shared& shared) {
+  const int part = threadIdx.x % kParts, column = threadIdx.x / kParts * 4;
+  const bool is_in = column < p.states.tile;
+  const auto place = [&](int key) { return key * p.states.tile + column; };
+  int turn = 0;
+  for (int index = blockIdx.x; index < items; index += gridDim.x, ++turn) {
+    const int stage = turn % kStages;
+    const Stage& at = shared.stages[stage];
+    BarrierWait(SharedAddress(&shared.full[stage]), turn / kStages & 1);
+    State s;
+    s.ForEach(part, [&](int key, float4& four) {
+      four = is_in && at.has_state ? *reinterpret_cast<const float4*>(at.state + place(key))
+                                   : float4{};
+    });
+    const RowPart row(at.row, part, column);
+    float* const out = at.out;
+    auto* const to = reinterpret_cast<float*>(at.to);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) BarrierArrive(SharedAddress(&shared.empty[stage]));
+    if (to == nullptr) continue;
+    const float4 seen = Seen(s, row);
+    const float4 outputs = Update(s, row, seen);
+    if (is_in) {
+      s.ForEach(part, [&](int key, const float4& four) {
+        __stcg(reinterpret_cast<float4*>(to + place(key)), four);
+      });
+    }
+    const float y = SumPartsOfOne(outputs, part);
+    if (is_in && part < 4) out[column + ColumnOfSum(part)] = y;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads + 32, kBlocks)
+    StepKernel(const DeltaParams p, int items) {
+  extern __shared__ __align__(128) uint8_t dynamic[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic);
+  LaunchDependents();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      BarrierInit(SharedAddress(&shared.full[i]), 1);
+      BarrierInit(SharedAddress(&shared.empty[i]), kThreads / 32);
+    }
+    BarrierInitFence();
+  }
+  __syncthreads();
+  if (threadIdx.x >= kThreads) {
+    Produce(p, items, shared);
+  } else {
+    WaitForPrevious();
+    Consume(p, items, shared);
+  }
+}
+
+}  // namespace
+
+cudaError_t LaunchDeltaStep(const DeltaParams& params, cudaStream_t stream) {
+  int multiprocessors = 0;
+  DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&multiprocessors));
+  const int items = params.states.state_blocks * params.rows.states.sequences;
+  return LaunchEarly(StepKernel, std::min(items, kBlocks * multiprocessors), kThreads + 32,
+                     sizeof(Shared), stream, params, items);
+}
+
+}  // namespace dorad::kernels::delta
