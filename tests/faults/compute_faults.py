@@ -233,8 +233,8 @@ CPU = [
     Fault(
         "seed without the sample's index",
         "server/backends/cpu/ops/sampling.cc",
-        "UniformDraw(spec.seed, spec.sample_index, spec.position)",
-        "UniformDraw(spec.seed, 0, spec.position)",
+        "noise(spec.seed, spec.sample_index, spec.position)",
+        "noise(spec.seed, 0, spec.position)",
         "All n samples of a prompt are the same.",
         ("cpu:*SamplingTest.*",),
     ),

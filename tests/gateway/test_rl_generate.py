@@ -93,8 +93,11 @@ def test_without_max_tokens_an_answer_ends_where_it_stops(rl):
 
 
 def test_a_stop_string_ends_the_tokens(rl, rl_client):
-    text = rl.post("/v1/completions", json={"prompt": IDS, **SAMPLING}).json()["choices"][0]["text"]
-    choice = generate(rl, {"stop": [text[1:3]]})["choices"][0]
+    samples = {**SAMPLING, "n": 8}
+    answer = rl.post("/v1/completions", json={"prompt": IDS, **samples}).json()
+    texts = [choice["text"] for choice in answer["choices"]]
+    text = max(texts, key=len)
+    choice = generate(rl, {**samples, "stop": [text[1:3]]})["choices"][texts.index(text)]
     assert choice["stop_reason"] == text[1:3] and choice["finish_reason"] == "stop"
     assert len(choice["token_ids"]) < SAMPLING["max_tokens"]
 

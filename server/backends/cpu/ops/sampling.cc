@@ -6,7 +6,8 @@
 #include <cmath>
 #include <limits>
 
-#include "server/backends/cpu/ops/philox.h"
+#include "server/backends/cpu/ops/draw.h"
+#include "server/backends/cpu/ops/noise.h"
 #include "server/backends/cpu/ops/thread_team.h"
 #include "server/backends/cpu/simd/kernels.h"
 #include "server/backends/cpu/simd/logits.h"
@@ -116,7 +117,7 @@ Kept Truncate(LogitRow& row, const SampleSpec& spec) {
       KeepMass(row, static_cast<double>(spec.top_p) * sum, &kept.candidates);
     }
   } else if (by_mass) {
-    row.SumExp(/*keep=*/false);
+    row.SumExp();
     // The candidates below this bound weigh less than 1 - top_p together, even if they were the
     // whole vocabulary (halved against rounding): the others reach the mass.
     const double bound =
@@ -138,9 +139,8 @@ Kept Truncate(LogitRow& row, const SampleSpec& spec) {
   return kept;
 }
 
-void FillKept(const LogitRow& row, Kept kept, size_t drawn, const SampleSpec& spec,
-              SampleResult* result) {
-  result->logprob = kept.LogProb(kept.candidates[drawn], row.maximum());
+void FillKept(const LogitRow& row, Kept kept, const SampleSpec& spec, SampleResult* result) {
+  result->logprob = kept.LogProb({row[result->token], result->token}, row.maximum());
   for (int32_t i = 0; i < spec.top_logprobs; ++i) {
     const bool present = i < static_cast<int32_t>(kept.candidates.size());
     result->top_ids.push_back(present ? kept.candidates[i].id : -1);
@@ -170,16 +170,6 @@ void FillPoint(int32_t token, const SampleSpec& spec, SampleResult* result) {
   }
 }
 
-size_t Draw(const Kept& kept, double uniform) {
-  const double target = uniform * kept.total;
-  double sum = 0.0;
-  for (size_t i = 0; i < kept.weights.size(); ++i) {
-    sum += kept.weights[i];
-    if (sum > target) return i;
-  }
-  return kept.weights.size() - 1;
-}
-
 SampleResult SampleRow(absl::Span<const float> logits, const SampleSpec& spec) {
   const int64_t vocabulary = static_cast<int64_t>(logits.size());
   DORAD_CHECK(spec.temperature >= 0.0f && spec.top_logprobs >= 0);
@@ -195,15 +185,15 @@ SampleResult SampleRow(absl::Span<const float> logits, const SampleSpec& spec) {
                     spec.chosen_ids.size());
   }
   SampleResult result;
-  const double uniform = UniformDraw(spec.seed, spec.sample_index, spec.position);
+  const Noise noise(spec.seed, spec.sample_index, spec.position);
   if (greedy) {
     result.token = row.ArgMax();
     if (processed) FillPoint(result.token, spec, &result);
   } else if ((spec.top_k <= 0 || spec.top_k >= vocabulary) && spec.top_p >= 1.0f &&
              spec.min_p <= 0.0f) {
-    row.SumExp(/*keep=*/true);
-    result.token = row.Find(uniform * row.total());
+    result.token = Draw(row, noise);
     if (processed) {
+      row.SumExp();
       FillFull(row, result.token, spec.top_logprobs, spec.chosen_ids, &result);
       // A banned token is no candidate.
       for (size_t i = 0; i < result.top_ids.size(); ++i) {
@@ -212,14 +202,13 @@ SampleResult SampleRow(absl::Span<const float> logits, const SampleSpec& spec) {
     }
   } else {
     Kept kept = Truncate(row, spec);
-    const size_t drawn = Draw(kept, uniform);
-    result.token = kept.candidates[drawn].id;
-    if (processed) FillKept(row, std::move(kept), drawn, spec, &result);
+    result.token = Draw(row, kept.candidates, noise);
+    if (processed) FillKept(row, std::move(kept), spec, &result);
   }
   const bool scaled = spec.logprob_mode == LogprobMode::kScaled;
   if (scaled || spec.logprob_mode == LogprobMode::kRaw) {
     LogitRow raw(logits, scaled && !greedy ? spec.temperature : 1.0f, {});
-    raw.SumExp(/*keep=*/false);
+    raw.SumExp();
     FillFull(raw, result.token, spec.top_logprobs, spec.chosen_ids, &result);
   }
   return result;
@@ -234,7 +223,7 @@ SampleResult ScoreRow(absl::Span<const float> logits, const ScoreSpec& spec) {
   if (!row.usable()) {
     return Unusable(spec.target, /*logprobs=*/true, spec.top_logprobs, spec.chosen_ids.size());
   }
-  row.SumExp(/*keep=*/false);
+  row.SumExp();
   SampleResult result;
   result.token = spec.target;
   FillFull(row, spec.target, spec.top_logprobs, spec.chosen_ids, &result);

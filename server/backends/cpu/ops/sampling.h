@@ -21,8 +21,7 @@ struct SampleSpec {
   int32_t top_k = 0;         // 0: all
   float top_p = 1.0f;
   float min_p = 0.0f;
-  // Philox4x32-10 keyed by seed, counter (sample_index, position): the draw depends on nothing
-  // else.
+  // Of the noise, see noise.h: a draw depends on these and on the candidates' logits only.
   uint64_t seed = 0;
   uint32_t sample_index = 0;
   uint64_t position = 0;

@@ -76,8 +76,10 @@ struct AttentionState {
   float* out = nullptr;  // [head_dim]
 };
 
-// Logits are reduced in blocks of this many.
-inline constexpr int64_t kLogitBlock = 64;
+// Maxima of logits are of groups as in ops/noise.h: 32 pairs of columns of each 1024 in rows of 64.
+inline constexpr int64_t kLogitChunk = 1024;
+inline constexpr int64_t kLogitColumns = 64;
+inline constexpr int64_t kChunkGroups = kLogitColumns / 2;
 
 struct LogitStats {
   float maximum = 0.0f;
@@ -123,10 +125,19 @@ struct Kernels {
 
   // z = (x - minus) / by.
   void (*divide)(const float* x, int64_t count, float minus, float by, float* z);
-  // The maximum of all and, in maxima[ceil(count / kLogitBlock)], of each block.
-  LogitStats (*block_max)(const float* x, int64_t count, float* maxima);
+  // The maximum of all and, in maxima[kChunkGroups * ceil(count / kLogitChunk)], of each group
+  // (-inf: it has no logit).
+  LogitStats (*group_max)(const float* x, int64_t count, float* maxima);
   // Sum of exp(x - maximum); the terms go to e[count] unless e is nullptr.
   double (*sum_exp)(const float* x, int64_t count, float maximum, float* e);
+
+  // words[4 calls] of Philox4x32-10 with the last word of the counter at counter[3] + 0, 1, ...;
+  // calls is a multiple of 8.
+  void (*philox)(const uint32_t* counter, const uint32_t* key, int64_t calls, uint32_t* words);
+  // Group words and maxima of `groups`, a multiple of kChunkGroups, to lower bounds of the smallest
+  // E / weight in each (ops/noise.h), up to rounding.
+  void (*group_bounds)(const uint32_t* words, const float* maxima, int64_t groups, float maximum,
+                       float* bounds);
 };
 
 // Variants this processor can run, best first. Never empty.

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <functional>
 
+#include "server/backends/cpu/ops/noise.h"
 #include "server/backends/cpu/simd/kernels.h"
 #include "server/platform/check.h"
 
@@ -20,8 +21,8 @@ LogitRow::LogitRow(absl::Span<const float> logits, float temperature,
     : logits_(logits) {
   const Kernels& kernels = ActiveKernels();
   const int64_t count = size();
-  maxima_.resize((count + kLogitBlock - 1) / kLogitBlock);
-  LogitStats stats = kernels.block_max(logits.data(), count, maxima_.data());
+  maxima_.resize((count + kLogitChunk - 1) / kLogitChunk * kChunkGroups);
+  LogitStats stats = kernels.group_max(logits.data(), count, maxima_.data());
   usable_ = stats.finite && stats.maximum > -kInfinity;
   if (usable_ && (temperature != 1.0f || !banned.empty())) {
     own_.resize(count);
@@ -36,31 +37,24 @@ LogitRow::LogitRow(absl::Span<const float> logits, float temperature,
       own_[id] = -kInfinity;
     }
     logits_ = own_;
-    stats = kernels.block_max(own_.data(), count, maxima_.data());
+    stats = kernels.group_max(own_.data(), count, maxima_.data());
     usable_ = stats.maximum > -kInfinity;
   }
   maximum_ = stats.maximum;
 }
 
 int32_t LogitRow::ArgMax() const {
-  const auto block = std::find(maxima_.begin(), maxima_.end(), maximum_);
-  DORAD_CHECK(block != maxima_.end());
-  const auto begin = logits_.begin() + (block - maxima_.begin()) * kLogitBlock;
+  const auto group = std::find(maxima_.begin(), maxima_.end(), maximum_);
+  DORAD_CHECK(group != maxima_.end());
+  const auto begin = logits_.begin() + (group - maxima_.begin()) / kChunkGroups * kLogitChunk;
   return static_cast<int32_t>(std::find(begin, logits_.end(), maximum_) - logits_.begin());
 }
 
-void LogitRow::SumExp(bool keep) {
-  const Kernels& kernels = ActiveKernels();
-  if (keep) {
-    terms_.resize(logits_.size());
-    sums_.clear();
-  }
+void LogitRow::SumExp() {
   total_ = 0.0;
   for (int64_t begin = 0; begin < size(); begin += kSumBlock) {
-    const double sum = kernels.sum_exp(logits_.data() + begin, std::min(kSumBlock, size() - begin),
-                                       maximum_, keep ? terms_.data() + begin : nullptr);
-    if (keep) sums_.push_back(sum);
-    total_ += sum;
+    total_ += ActiveKernels().sum_exp(logits_.data() + begin, std::min(kSumBlock, size() - begin),
+                                      maximum_, nullptr);
   }
   log_total_ = std::log(total_);
 }
@@ -70,35 +64,14 @@ float LogitRow::LogProb(float logit) const {
                             log_total_);
 }
 
-int32_t LogitRow::Find(double target) const {
-  int64_t begin = 0;
-  double before = 0.0;
-  for (double sum : sums_) {
-    if (before + sum > target) break;
-    before += sum;
-    begin += kSumBlock;
-  }
-  const int64_t end = std::min(begin + kSumBlock, size());
-  for (int64_t i = begin; i < end; ++i) {
-    before += terms_[i];
-    if (before > target) return static_cast<int32_t>(i);
-  }
-  // Rounding: the block's terms may add up to slightly less than its sum. Takes its last possible
-  // id.
-  for (int64_t i = end - 1; i >= 0; --i) {
-    if (terms_[i] > 0.0f) return static_cast<int32_t>(i);
-  }
-  return ArgMax();
-}
-
 std::vector<Candidate> LogitRow::AtLeast(float bound) const {
   std::vector<Candidate> found;
-  for (size_t block = 0; block < maxima_.size(); ++block) {
-    if (!(maxima_[block] >= bound)) continue;
-    const int64_t begin = static_cast<int64_t>(block) * kLogitBlock;
-    const int64_t end = std::min(begin + kLogitBlock, size());
-    for (int64_t i = begin; i < end; ++i) {
-      if (logits_[i] >= bound) found.push_back({logits_[i], static_cast<int32_t>(i)});
+  for (size_t group = 0; group < maxima_.size(); ++group) {
+    if (!(maxima_[group] >= bound)) continue;
+    for (int64_t member = 0; member < kGroupSize; ++member) {
+      const int64_t id = IdOf(static_cast<int64_t>(group), member);
+      if (id >= size()) break;
+      if (logits_[id] >= bound) found.push_back({logits_[id], static_cast<int32_t>(id)});
     }
   }
   return found;
@@ -107,7 +80,7 @@ std::vector<Candidate> LogitRow::AtLeast(float bound) const {
 std::vector<Candidate> LogitRow::Top(int64_t k) const {
   k = std::min(k, size());
   if (k <= 0) return {};
-  // At least k logits reach the k-th largest block maximum.
+  // At least k logits reach the k-th largest of the groups' maxima.
   float bound = -kInfinity;
   if (k <= static_cast<int64_t>(maxima_.size())) {
     std::vector<float> maxima = maxima_;

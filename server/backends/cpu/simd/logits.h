@@ -31,25 +31,24 @@ class LogitRow {
   float maximum() const { return maximum_; }
   int32_t ArgMax() const;
 
-  // Sum of exp(logit - maximum); the terms are kept for Find when `keep`.
-  void SumExp(bool keep);
+  // Of groups, see Kernels::group_max.
+  absl::Span<const float> maxima() const { return maxima_; }
+
+  // Sum of exp(logit - maximum).
+  void SumExp();
   double total() const { return total_; }
   // log softmax of a logit of this row. REQUIRES: SumExp was called.
   float LogProb(float logit) const;
-  // The first id at which the running sum of the kept terms exceeds `target`.
-  int32_t Find(double target) const;
 
   // The k first candidates in order; all when k >= size().
   std::vector<Candidate> Top(int64_t k) const;
-  // All with logit >= bound, ascending ids.
+  // All with logit >= bound, in no order.
   std::vector<Candidate> AtLeast(float bound) const;
 
  private:
   absl::Span<const float> logits_;
   std::vector<float> own_;
-  std::vector<float> maxima_;  // of blocks of kLogitBlock
-  std::vector<float> terms_;
-  std::vector<double> sums_;  // of terms, in blocks of kSumBlock
+  std::vector<float> maxima_;
   float maximum_ = 0.0f;
   double total_ = 0.0;
   double log_total_ = 0.0;

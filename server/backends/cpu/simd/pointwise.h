@@ -1,4 +1,4 @@
-// exp, norms, activations, rotation and reductions over logits. Only included by variant.h.
+// exp, norms, activations and rotation. Only included by variant.h.
 //
 // A value never depends on where in a row it stands: the last, partial vector goes through the same
 // arithmetic as the others.
@@ -130,50 +130,6 @@ static void Divide(const float* x, int64_t count, float minus, float by, float* 
   for (int64_t i = 0; i < count; i += kLanes) {
     StoreUpTo(z + i, (LoadUpTo(x + i, count - i) - minus) / d, count - i);
   }
-}
-
-static LogitStats BlockMax(const float* x, int64_t count, float* maxima) {
-  const float infinity = __builtin_inff();
-  VI bad{};
-  VF all = Splat(-infinity);
-  for (int64_t begin = 0; begin < count; begin += kLogitBlock) {
-    const int64_t end = count - begin < kLogitBlock ? count : begin + kLogitBlock;
-    VF block = Splat(-infinity);
-    for (int64_t i = begin; i < end; i += kLanes) {
-      const VF v = LoadUpTo(x + i, end - i, -infinity);
-      bad |= ~(v < Splat(infinity));  // NaN or +inf
-      block = Max(v, block);
-    }
-    if (maxima != nullptr) maxima[begin / kLogitBlock] = MaxLanes(block);
-    all = Max(block, all);
-  }
-  LogitStats stats;
-  stats.maximum = MaxLanes(all);
-  for (int i = 0; i < kLanes; ++i) stats.finite = stats.finite && bad[i] == 0;
-  return stats;
-}
-
-static double SumExp(const float* x, int64_t count, float maximum, float* e) {
-  // Short fp32 sums, added up in double: the error does not grow with the vocabulary.
-  constexpr int64_t kBlock = 64 * kLanes;
-  const VF m = Splat(maximum);
-  double total = 0.0;
-  for (int64_t begin = 0; begin < count; begin += kBlock) {
-    const int64_t end = count - begin < kBlock ? count : begin + kBlock;
-    VF sums[4] = {};
-    for (int64_t i = begin; i < end; i += 4 * kLanes) {
-#pragma GCC unroll 4
-      for (int u = 0; u < 4; ++u) {
-        const int64_t at = i + u * kLanes;
-        if (at >= end) break;
-        const VF v = Exp(LoadUpTo(x + at, end - at, -__builtin_inff()) - m);
-        if (e != nullptr) StoreUpTo(e + at, v, end - at);
-        sums[u] = sums[u] + v;
-      }
-    }
-    total += static_cast<double>(SumLanes((sums[0] + sums[1]) + (sums[2] + sums[3])));
-  }
-  return total;
 }
 
 }  // namespace dorad::ops::cpu::DORAD_SIMD

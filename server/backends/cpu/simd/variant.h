@@ -5,6 +5,7 @@
 #include "server/backends/cpu/simd/attend.h"
 #include "server/backends/cpu/simd/gemm.h"
 #include "server/backends/cpu/simd/kernels.h"
+#include "server/backends/cpu/simd/logits_kernels.h"
 #include "server/backends/cpu/simd/pointwise.h"
 
 namespace dorad::ops::cpu::DORAD_SIMD {
@@ -38,8 +39,10 @@ const Kernels kTable = {
     .merge = Merge,
     .scale = Scale,
     .divide = Divide,
-    .block_max = BlockMax,
+    .group_max = GroupMax,
     .sum_exp = SumExp,
+    .philox = Philox,
+    .group_bounds = GroupBounds,
 };
 
 }  // namespace dorad::ops::cpu::DORAD_SIMD
