@@ -87,53 +87,44 @@ struct Adjuster {
   }
 };
 
-// Adjusts the logits of ids [begin, end) at `at(id - begin)`, by `threads` threads that `sync`
-// joins. newest_count: of the newest token in `uses`, 0 if it is not there.
-template <typename At, typename Sync>
-__device__ inline void AdjustRange(const Adjuster& a, int begin, int end, At at, int thread,
-                                   int threads, uint32_t newest_count, Sync sync) {
-  if (a.how.allowed_count > 0) {
-    for (int id = begin + thread; id < end; id += threads) {
-      if (!a.Allows(id)) at(id - begin) = -Infinity();
-    }
-    sync();
-  }
-  for (int i = thread; i < a.how.bias_count; i += threads) {
-    const LogitBias bias = a.biases[i];
-    if (bias.id >= begin && bias.id < end) {
-      at(bias.id - begin) = __fadd_rn(at(bias.id - begin), bias.bias);
-    }
-  }
-  sync();
-  for (int i = thread; i < a.how.uses_count; i += threads) {
-    const TokenUse use = a.uses[i];
-    if (use.id >= begin && use.id < end && use.id != a.newest) {
-      at(use.id - begin) = a.Penalised(at(use.id - begin), use.count);
-    }
-  }
-  if (thread == 0 && a.how.penalised && a.newest >= begin && a.newest < end) {
-    at(a.newest - begin) = a.Penalised(at(a.newest - begin), newest_count + TokenUse::kGenerated);
-  }
-  sync();
-}
-
-// Replaces the block's logits, and fills newest_count.
+// Replaces the block's logits.
 __device__ __noinline__ void AdjustShare(const Row& row, const Adjuster& a) {
   RowShared* const s = Shared();
+  const int threads = static_cast<int>(blockDim.x);
+  const int thread = static_cast<int>(threadIdx.x);
   __syncthreads();
-  if (threadIdx.x == 0) s->newest_count = 0;
+  if (thread == 0) s->newest_count = 0;
   __syncthreads();
   if (a.how.penalised && a.newest >= 0) {
-    for (int i = threadIdx.x; i < a.how.uses_count; i += blockDim.x) {
+    for (int i = thread; i < a.how.uses_count; i += threads) {
       if (a.uses[i].id == a.newest) s->newest_count = a.uses[i].count;
     }
     __syncthreads();
   }
   const int begin = row.IdAt(0);
-  AdjustRange(
-      a, begin, min(begin + row.own * kChunk, row.vocabulary),
-      [](int i) -> float& { return Share()[i]; }, static_cast<int>(threadIdx.x),
-      static_cast<int>(blockDim.x), s->newest_count, [] { __syncthreads(); });
+  const int end = min(begin + row.own * kChunk, row.vocabulary);
+  const auto at = [begin](int32_t id) -> float& { return Share()[id - begin]; };
+  if (a.how.allowed_count > 0) {
+    for (int id = begin + thread; id < end; id += threads) {
+      if (!a.Allows(id)) at(id) = -Infinity();
+    }
+    __syncthreads();
+  }
+  for (int i = thread; i < a.how.bias_count; i += threads) {
+    const LogitBias bias = a.biases[i];
+    if (bias.id >= begin && bias.id < end) at(bias.id) = __fadd_rn(at(bias.id), bias.bias);
+  }
+  __syncthreads();
+  for (int i = thread; i < a.how.uses_count; i += threads) {
+    const TokenUse use = a.uses[i];
+    if (use.id >= begin && use.id < end && use.id != a.newest) {
+      at(use.id) = a.Penalised(at(use.id), use.count);
+    }
+  }
+  if (thread == 0 && a.how.penalised && a.newest >= begin && a.newest < end) {
+    at(a.newest) = a.Penalised(at(a.newest), s->newest_count + TokenUse::kGenerated);
+  }
+  __syncthreads();
 }
 
 // The logit of one id, the same for all lanes, from the row's x. For a warp, after AdjustShare.

@@ -1,4 +1,4 @@
-// Draws a candidate from a row's weights or its sorted first candidates. Internal to
+// Draws a candidate by the noise, from a row or from its sorted first candidates. Internal to
 // kernels/sampling.
 #pragma once
 
@@ -10,103 +10,110 @@
 
 namespace dorad::kernels {
 
-// The sum of the row's chunk sums, the same for all lanes. *before is that of the chunks before the
-// lane's own ones, of which there are `each`. For a warp of the first block.
-__device__ inline double Total(const Row& row, const float* sums, double* before, int* each) {
-  *each = (row.chunks + kWarp - 1) / kWarp;
+static_assert(kGroupSize == kWarp && kMostChunks * kChunk < 1 << kDrawnIdBits);
+
+// The sum of the row's chunk sums, the same for all lanes of a warp.
+__device__ inline double Total(const Row& row, const float* sums) {
   double sum = 0.0;
-  for (int i = 0; i < *each; ++i) {
-    const int chunk = row.lane * *each + i;
+  const int each = (row.chunks + kWarp - 1) / kWarp;
+  for (int i = 0; i < each; ++i) {
+    const int chunk = row.lane * each + i;
     if (chunk < row.chunks) sum += static_cast<double>(sums[chunk]);
   }
-  const double inclusive = InclusiveScan(sum, row.lane);
-  const double previous = __shfl_up_sync(~0u, inclusive, 1);
-  *before = row.lane == 0 ? 0.0 : previous;
-  return __shfl_sync(~0u, inclusive, kWarp - 1);
-}
-__device__ inline double Total(const Row& row, const float* sums) {
-  double before;
-  int each;
-  return Total(row, sums, &before, &each);
+  return __shfl_sync(~0u, InclusiveScan(sum, row.lane), kWarp - 1);
 }
 
-// The first id at which the running sum of weights exceeds uniform · total. For a warp of the first
-// block.
-template <typename A>
-__device__ inline int32_t DrawById(const Row& row, const Wanted& wanted, const A& adjuster,
-                                   const Tempered& tempered, float maximum, double uniform,
-                                   double* total) {
-  RowShared* const s = Shared();
-  double before;
-  int each;
-  *total = Total(row, s->sums, &before, &each);
-  const double target = uniform * *total;
-  int found = -1;
-  int last = -1;  // with any weight
-  for (int i = 0; i < each && found < 0; ++i) {
-    const int chunk = row.lane * each + i;
-    if (chunk >= row.chunks) break;
-    const double sum = static_cast<double>(s->sums[chunk]);
-    if (sum > 0.0) last = chunk;
-    if (before + sum > target) {
-      found = chunk;
-    } else {
-      before += sum;
+// Roughly the same, and the same in all warps of all blocks.
+__device__ inline float RoughTotal(const Row& row, const float* sums) {
+  float sum = 0.0f;
+  for (int chunk = row.lane; chunk < row.chunks; chunk += kWarp) sum += sums[chunk];
+  for (int mask = kWarp / 2; mask > 0; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+  return sum;
+}
+
+// A draw takes the smallest E / weight. Only candidates below a limit are looked at, which are
+// found by lower bounds of E: with the first limit 8 of them are expected, and one row of 3000 has
+// none. Then the next limit is tried: above 47, the largest E, the likeliest candidate is found.
+constexpr float kFirstLimit = 8.0f;  // over the sum of weights
+constexpr float kNextLimit = 8.0f;   // times the last
+
+// Whether all candidates that could win against this one were below the limit. The margin is for
+// the rounding of bounds.
+__device__ inline bool Won(Ranked drawn, float limit) {
+  return drawn != 0 && DrawnValue(drawn) > static_cast<double>(0.001f - __logf(limit));
+}
+__device__ inline float RoughWeight(float distance) { return __expf(distance); }
+
+// Fills the block's group_words, for Draw after __syncthreads.
+__device__ inline void FillNoise(const Row& row, const Noise& noise) {
+  uint4* const words = reinterpret_cast<uint4*>(Shared()->group_words);
+  for (int i = threadIdx.x; i < row.own * kWarp / 4; i += blockDim.x) {
+    words[i] = NoiseWords(noise, kGroups | static_cast<uint32_t>(row.first * kWarp / 4 + i));
+  }
+}
+
+// The best candidate below the limit in some groups of an own chunk, bits of `groups`. word: of the
+// lane's group. For a warp; each lane has its own best.
+__device__ inline Ranked DrawFromGroups(const Row& row, const Noise& noise,
+                                        const Tempered& tempered, float maximum, float limit,
+                                        Ranked last, int chunk, uint32_t groups, uint32_t word) {
+  constexpr int kParts = 8;  // lanes of a group, with four members each
+  const int part = row.lane % kParts;
+  Ranked best = 0;
+  while (groups != 0) {
+    int group = -1;
+    for (int i = 0; i < kWarp / kParts && groups != 0; ++i, groups &= groups - 1) {
+      if (row.lane / kParts == i) group = __ffs(groups) - 1;
     }
-  }
-  const uint32_t lanes = __ballot_sync(~0u, found >= 0);
-  if (lanes != 0) {
-    found = __shfl_sync(~0u, found, __ffs(lanes) - 1);
-    before = __shfl_sync(~0u, before, __ffs(lanes) - 1);
-  } else {
-    // Rounding: the last possible id.
-    found = __reduce_max_sync(~0u, last);
-    before = *total;
-  }
-  // The chunk's weights again, from global memory: the others' shared memory is gone.
-  const int begin = found * kChunk;
-#pragma unroll 8
-  for (int i = 0; i < kWarp; ++i) {
-    const int id = begin + i * kWarp + row.lane;
-    const float x = id < row.vocabulary ? row.x[id] : -Infinity();
-    s->terms[i * (kWarp + 1) + row.lane] = adjuster.on ? x : Exp(tempered(x) - maximum);
-  }
-  __syncwarp();
-  if constexpr (A::kPossible) {
-    if (adjuster.on) {
-      AdjustRange(
-          adjuster, begin, min(begin + kChunk, row.vocabulary),
-          [s](int i) -> float& { return s->terms[i + i / kWarp]; }, row.lane, kWarp,
-          s->newest_count, [] { __syncwarp(); });
-      for (int i = 0; i < kWarp; ++i) {
-        float* const term = s->terms + i * (kWarp + 1) + row.lane;
-        *term = Exp(tempered(*term) - maximum);
+    const uint32_t group_word = __shfl_sync(~0u, word, max(group, 0));
+    if (group >= 0) {
+      const uint32_t index = (row.first + chunk) * kWarp + group;
+      // The compiler may not compute parts of this ahead: few chunks need it, and registers are
+      // few.
+      uint64_t seed = noise.seed;
+      asm volatile("" : "+l"(seed));
+      const uint4 words = NoiseWords({seed, noise.position, noise.sample_index},
+                                     kMembers | (index * kParts + part));
+      const int offset = part * (kChunk / kParts) + 2 * group;
+      const float* const x = Share() + chunk * kChunk + offset;
+      for (int i = 0; i < 4; ++i) {
+        const int at = i / 2 * 2 * kWarp + i % 2;
+        const int32_t id = row.IdAt(chunk) + offset + at;
+        const float z = tempered(x[at]);
+        const uint32_t member_word = WordAt(words, i);
+        const float least =
+            LeastOfGroup(group_word) + LeastOfMember(group_word, member_word, 4 * part + i);
+        if (least < limit * RoughWeight(z - maximum) && Rank(z, id) >= last) {
+          const double distance = static_cast<double>(z) - static_cast<double>(maximum);
+          best = max(best, Drawn(noise, id, distance, group_word, member_word));
+        }
       }
-      __syncwarp();
     }
+    __syncwarp();
   }
-  for (int i = row.lane; i < adjuster.NumBanned(wanted); i += kWarp) {
-    const int at = adjuster.Ban(wanted, i) - begin;
-    if (at >= 0 && at < kChunk) s->terms[at + at / kWarp] = 0.0f;
+  return best;
+}
+
+// Draws from the candidates ranked at least `last`. tempered: how the blocks' logits become z;
+// total: roughly their sum of weights, the same for all threads. For all blocks.
+__device__ inline int32_t Draw(Row& row, const Noise& noise, const Tempered& tempered,
+                               float maximum, float total, Ranked last) {
+  const RowShared* const s = Shared();
+  for (float limit = kFirstLimit / total;; limit *= kNextLimit) {
+    Ranked best = 0;
+    for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
+      const uint32_t word = s->group_words[chunk * kWarp + row.lane];
+      const float z = tempered(GroupMax(row, chunk));
+      const uint32_t groups =
+          __ballot_sync(~0u, LeastOfGroup(word) < limit * RoughWeight(z - maximum));
+      if (groups == 0) continue;
+      best = max(best,
+                 DrawFromGroups(row, noise, tempered, maximum, limit, last, chunk, groups, word));
+    }
+    const Ranked* const all = Exchange(row, BlockMax(row, best));
+    for (int i = 0; i < kCluster; ++i) best = max(best, all[i]);
+    if (Won(best, limit)) return DrawnId(best);
   }
-  __syncwarp();
-  const float* const own = s->terms + row.lane * (kWarp + 1);
-  double sum = 0.0;
-  for (int i = 0; i < kWarp; ++i) sum += static_cast<double>(own[i]);
-  const double inclusive = InclusiveScan(sum, row.lane);
-  const double previous = __shfl_up_sync(~0u, inclusive, 1);
-  double running = row.lane == 0 ? before : before + previous;
-  uint32_t id = ~0u;
-  uint32_t last_id = 0;
-  for (int i = 0; i < kWarp; ++i) {
-    running += static_cast<double>(own[i]);
-    const uint32_t at = static_cast<uint32_t>(begin + row.lane * kWarp + i);
-    if (id == ~0u && running > target) id = at;
-    if (own[i] > 0.0f) last_id = at;
-  }
-  id = __reduce_min_sync(~0u, id);
-  last_id = __reduce_max_sync(~0u, last_id);
-  return static_cast<int32_t>(id != ~0u ? id : last_id);
 }
 
 // The candidates that truncation keeps are those ranked at least `last`.
@@ -116,10 +123,24 @@ struct Kept {
   int32_t token;
 };
 
+// One candidate, 0 if it is above the limit.
+__device__ inline Ranked DrawIfBelow(const Noise& noise, Ranked ranked, float maximum,
+                                     float limit) {
+  const int32_t id = IdOf(ranked);
+  const int member = MemberOf(id);
+  const float z = ValueOf(ranked);
+  const uint32_t group_word = NoiseWord(noise, kGroups, GroupOf(id));
+  const uint32_t word = NoiseWord(noise, kMembers, kGroupSize * GroupOf(id) + member);
+  const float least = LeastOfGroup(group_word) + LeastOfMember(group_word, word, member);
+  if (!(least < limit * RoughWeight(z - maximum))) return 0;
+  const double distance = static_cast<double>(z) - static_cast<double>(maximum);
+  return Drawn(noise, id, distance, group_word, word);
+}
+
 // Top-k, top-p, min-p and the draw over the first `count` candidates, sorted in the list. `total`:
 // of all weights of the row, for top-p without top-k. For the first block.
 __device__ __noinline__ Kept DrawFromList(const Row& row, const Wanted& wanted, float maximum,
-                                          double uniform, int count, double total) {
+                                          int count, double total) {
   constexpr int kEach = kListed / kScanThreads;
   RowShared* const s = Shared();
   SortList(row, count);
@@ -134,7 +155,6 @@ __device__ __noinline__ Kept DrawFromList(const Row& row, const Wanted& wanted, 
     sum += static_cast<double>(weights[i]);
   }
   if (threadIdx.x == 0) {
-    s->num_before = 0;
     s->num_kept = 0;
     s->last_kept = 0;
   }
@@ -172,23 +192,22 @@ __device__ __noinline__ Kept DrawFromList(const Row& row, const Wanted& wanted, 
     if (begin + i == last) s->total = running;
   }
   __syncthreads();
-  const double target = uniform * s->total;
-  running = before;
-  int not_over = 0;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    running += static_cast<double>(weights[i]);
-    not_over += begin + i < last && running <= target;
-  }
-  if (not_over > 0) atomicAdd(&s->num_before, not_over);
-  __syncthreads();
   s->num_kept = last + 1;
-  return {s->list[last], log(s->total), IdOf(s->list[s->num_before])};
+  for (float limit = kFirstLimit / static_cast<float>(s->total);; limit *= kNextLimit) {
+    Ranked best = 0;
+    for (int i = threadIdx.x; i <= last; i += blockDim.x) {
+      best = max(best, DrawIfBelow(wanted.noise, s->list[i], maximum, limit));
+    }
+    best = BlockMax(row, best);
+    if (threadIdx.x == 0) s->crossed = best;
+    __syncthreads();
+    best = s->crossed;
+    if (Won(best, limit)) return {s->list[last], log(s->total), DrawnId(best)};
+  }
 }
 
 // The same when too many candidates remain for a list. For all blocks.
-__device__ __noinline__ Kept DrawFromMany(Row& row, const Wanted& wanted, float maximum,
-                                          double uniform) {
+__device__ __noinline__ Kept DrawFromMany(Row& row, const Wanted& wanted, float maximum) {
   Ranked bound = 0;
   if (wanted.top_k > 0) bound = SelectByMeasure(row, maximum, false, wanted.top_k);
   if (wanted.top_p < 1.0f) {
@@ -199,9 +218,11 @@ __device__ __noinline__ Kept DrawFromMany(Row& row, const Wanted& wanted, float 
   }
   const Survivors kept = SumSurvivors(row, maximum, bound, wanted.min_p);
   const double total = static_cast<double>(kept.units);
-  const Ranked need = min(static_cast<Ranked>(uniform * total) + 1, kept.units);
-  const Ranked drawn = SelectByMeasure(row, maximum, true, need);
-  return {kept.last, log(total) - log(kUnits), IdOf(drawn)};
+  FillNoise(row, wanted.noise);
+  __syncthreads();
+  const int32_t token = Draw(row, wanted.noise, Tempered(maximum, 1.0f), maximum,
+                             static_cast<float>(total / kUnits), kept.last);
+  return {kept.last, log(total) - log(kUnits), token};
 }
 
 }  // namespace dorad::kernels

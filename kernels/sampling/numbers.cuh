@@ -103,27 +103,4 @@ __device__ inline Ranked Units(float weight) {
   return __float2ull_rn(weight * static_cast<float>(kUnits));
 }
 
-// Philox4x32-10 (Salmon et al., SC 2011), see server/backends/cpu/ops/philox.h: uniform in [0, 1),
-// a multiple of 2^-53; key seed, counter (position, sample_index, 0).
-__device__ inline double UniformDraw(uint64_t seed, uint32_t sample_index, uint64_t position) {
-  uint32_t c0 = static_cast<uint32_t>(position);
-  uint32_t c1 = static_cast<uint32_t>(position >> 32);
-  uint32_t c2 = sample_index;
-  uint32_t c3 = 0;
-  uint32_t k0 = static_cast<uint32_t>(seed);
-  uint32_t k1 = static_cast<uint32_t>(seed >> 32);
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t a = uint64_t{0xD2511F53} * c0;
-    const uint64_t b = uint64_t{0xCD9E8D57} * c2;
-    c0 = static_cast<uint32_t>(b >> 32) ^ c1 ^ k0;
-    c1 = static_cast<uint32_t>(b);
-    c2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ k1;
-    c3 = static_cast<uint32_t>(a);
-    k0 += 0x9E3779B9;
-    k1 += 0xBB67AE85;
-  }
-  const uint64_t bits = static_cast<uint64_t>(c0) << 32 | c1;
-  return static_cast<double>(bits >> 11) * 0x1.0p-53;
-}
-
 }  // namespace dorad::kernels

@@ -29,13 +29,13 @@ struct RowShared {
   uint64_t landed[kMostShare];
   Ranked exchange[2][kCluster];
   float chunk_max[kMostShare];
-  float raw_sums[kMostChunks];  // first block
-  float sums[kMostChunks];      // first block
-  uint32_t counts[kBins];       // candidates by bin; zero between uses
+  float raw_sums[kMostChunks];
+  float sums[kMostChunks];
+  uint32_t counts[kBins];  // candidates by bin; zero between uses
   union {
     Ranked list[kListed];  // first block
     Ranked measure[kBins];
-    float terms[kChunk + kChunk / kWarp];  // first block
+    alignas(16) uint32_t group_words[kMostShare * kWarp];  // see FillNoise
   };
   Ranked reduced[kWarp];
   double scan_double[kScanThreads / kWarp];
@@ -50,7 +50,6 @@ struct RowShared {
   uint32_t newest_count;  // see adjust.cuh
   int32_t last_kept;      // first block, as the rest
   int32_t num_kept;
-  int32_t num_before;
   double total;
   double raw_log_total;
   double log_total;
@@ -59,8 +58,13 @@ struct RowShared {
 };
 
 // A kernel's dynamic shared memory: RowShared, then this block's logits, -inf beyond the
-// vocabulary. By name and not by pointer, so that the compiler knows the memory.
+// vocabulary, then the groups' maxima. By name and not by pointer, so that the compiler knows the
+// memory.
 constexpr size_t kShareOffset = (sizeof(RowShared) + 127) / 128 * 128;
+constexpr size_t SharedBytes(int share) {
+  return kShareOffset + sizeof(float) * (kChunk + kWarp) * share;
+}
+static_assert(SharedBytes(kMostShare) <= 227 * 1024);
 extern __shared__ __align__(128) unsigned char row_memory[];
 __device__ inline RowShared* Shared() { return reinterpret_cast<RowShared*>(row_memory); }
 __device__ inline float* Share() { return reinterpret_cast<float*>(row_memory + kShareOffset); }
@@ -70,6 +74,7 @@ struct Row {
   int vocabulary;
   int chunks;     // of the row
   int own;        // of this block
+  int share;      // the most that a block has
   int first;      // index of its first chunk
   int rank;       // of this block in the cluster
   int phase = 0;  // of Exchange
@@ -78,6 +83,12 @@ struct Row {
   // The first id of an own chunk.
   __device__ int IdAt(int chunk) const { return (first + chunk) * kChunk; }
 };
+
+// The largest of the 32 ids that a lane has of an own chunk, which are a group of noise.cuh: at
+// least what is drawn from.
+__device__ inline float& GroupMax(const Row& row, int chunk) {
+  return Share()[row.share * kChunk + chunk * kWarp + row.lane];
+}
 
 template <typename T>
 __device__ inline T* Remote(T* local, int rank) {
@@ -161,6 +172,7 @@ __device__ inline void StartLoad(const Row& row) {
   __syncwarp();
 }
 
+// Fills the chunk's GroupMax, too. For a warp.
 __device__ inline float ChunkMax(const Row& row, int chunk) {
   const float2* at = reinterpret_cast<const float2*>(Share() + chunk * kChunk) + row.lane;
   float a = -Infinity();
@@ -171,7 +183,24 @@ __device__ inline float ChunkMax(const Row& row, int chunk) {
     a = MaxOrNan(a, v.x);
     b = MaxOrNan(b, v.y);
   }
-  return WarpMaxOrNan(MaxOrNan(a, b));
+  a = MaxOrNan(a, b);
+  GroupMax(row, chunk) = a;
+  return WarpMaxOrNan(a);
+}
+
+__device__ inline Ranked WarpMax(Ranked value) {
+  for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+    value = max(value, __shfl_xor_sync(~0u, value, mask));
+  }
+  return value;
+}
+// The largest of one block's values, for its first warp; 0 for others.
+__device__ inline Ranked BlockMax(const Row& row, Ranked value) {
+  Ranked* const reduced = Shared()->reduced;
+  if (__any_sync(~0u, value != 0)) value = WarpMax(value);
+  if (row.lane == 0) reduced[row.warp] = value;
+  __syncthreads();
+  return row.warp == 0 ? WarpMax(row.lane < row.warps ? reduced[row.lane] : 0) : 0;
 }
 
 // Collects a value from every block; all threads may read the values until the next but one
@@ -187,7 +216,8 @@ __device__ inline const Ranked* Exchange(Row& row, Ranked value) {
   return slots;
 }
 
-// The row's maximum, NaN if the row has one. Fills chunk_max. wait: for the chunks to land.
+// The row's maximum, NaN if the row has one. Fills chunk_max and GroupMax. wait: for the chunks to
+// land.
 __device__ inline float RowMax(Row& row, bool wait) {
   float warp_max = -Infinity();
   for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
@@ -223,8 +253,8 @@ __device__ inline float SumColumns(float a, float b) {
   return a + b;
 }
 
-// To the first block's raw_sums or sums, for each chunk: Σ exp(z - maximum). Complete after the
-// next ClusterSync.
+// To every block's raw_sums or sums, for each chunk: Σ exp(z - maximum). Complete after the next
+// ClusterSync.
 __device__ inline void SumExp(const Row& row, float maximum, float* sums) {
   for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
     const float2* at = reinterpret_cast<const float2*>(Share() + chunk * kChunk) + row.lane;
@@ -237,11 +267,11 @@ __device__ inline void SumExp(const Row& row, float maximum, float* sums) {
       b += Exp(v.y - maximum);
     }
     const float sum = SumColumns(a, b);
-    if (row.lane == 0) *Remote(sums + row.first + chunk, 0) = sum;
+    if (row.lane < kCluster) *Remote(sums + row.first + chunk, row.lane) = sum;
   }
 }
 
-// The same over tempered logits; with kRaw that of the raw ones to raw_sums, too.
+// The same over tempered logits; with kRaw that of the raw ones to the first block's raw_sums, too.
 template <bool kRaw>
 __device__ inline void SumExpTempered(const Row& row, const Tempered& tempered) {
   for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
@@ -260,7 +290,7 @@ __device__ inline void SumExpTempered(const Row& row, const Tempered& tempered) 
       }
     }
     const float sum = SumColumns(a, b);
-    if (row.lane == 0) *Remote(Shared()->sums + row.first + chunk, 0) = sum;
+    if (row.lane < kCluster) *Remote(Shared()->sums + row.first + chunk, row.lane) = sum;
     if constexpr (kRaw) {
       const float raw_sum = SumColumns(raw_a, raw_b);
       if (row.lane == 0) *Remote(Shared()->raw_sums + row.first + chunk, 0) = raw_sum;

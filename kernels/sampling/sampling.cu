@@ -25,11 +25,16 @@ __device__ inline void Temper(const Row& row, const Tempered& tempered) {
   }
 }
 
-// Replaces x by z, and banned logits by -inf.
+// Replaces x by z, also in GroupMax, and banned logits by -inf.
 template <typename A>
 __device__ void Process(const Row& row, const Wanted& wanted, const A& adjuster,
                         const Tempered& tempered) {
-  if (!tempered.identity) Temper(row, tempered);
+  if (!tempered.identity) {
+    Temper(row, tempered);
+    for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
+      GroupMax(row, chunk) = tempered(GroupMax(row, chunk));
+    }
+  }
   __syncthreads();
   for (int i = threadIdx.x; i < adjuster.NumBanned(wanted); i += blockDim.x) {
     const int32_t id = adjuster.Ban(wanted, i);
@@ -40,26 +45,20 @@ __device__ void Process(const Row& row, const Wanted& wanted, const A& adjuster,
 }
 
 // The first block's final outputs for rows without truncation: token, log-probabilities of token
-// and chosen. `maximum` is of z, `raw`: the temperature of raw ones.
+// and chosen. token: the drawn one, else of no meaning. `maximum` is of z, `raw`: the temperature
+// of raw ones.
 template <typename A>
 __device__ void FinishFull(const Row& row, const Wanted& wanted, const A& adjuster,
                            const Tempered& tempered, float maximum, const Tempered& raw,
-                           const Target& to) {
+                           int32_t token, const Target& to) {
   RowShared* const s = Shared();
   if (row.warp == 0) {
-    int32_t token = wanted.target;
-    double total = 1.0;
-    if (wanted.greedy) {
-      token = static_cast<int32_t>(s->first_id);
-    } else if (wanted.score) {
-      total = Total(row, s->sums);
-    } else {
-      const double uniform = UniformDraw(wanted.seed, wanted.sample_index, wanted.position);
-      token = DrawById(row, wanted, adjuster, tempered, maximum, uniform, &total);
-    }
-    if (row.lane == 0) {
-      s->token = token;
-      s->log_total = log(total);
+    if (wanted.score) token = wanted.target;
+    if (wanted.greedy) token = static_cast<int32_t>(s->first_id);
+    if (row.lane == 0) s->token = token;
+    if (wanted.score || (wanted.processed && !wanted.greedy)) {
+      const double total = Total(row, s->sums);
+      if (row.lane == 0) s->log_total = log(total);
     }
     if (wanted.raw) {
       const double raw_total = Total(row, s->raw_sums);
@@ -181,17 +180,24 @@ __device__ __noinline__ void RunGeneral(Row& row, const Wanted& wanted, const A&
     const bool list = wanted.top_logprobs > 0 && !wanted.greedy && !wanted.raw;
     if (list) ListFirst(row, maximum, wanted.top_logprobs);
     ClusterSync();
-    if (row.rank != 0) return;
-    if (list) {
+    if (list && row.rank == 0) {
       if (row.warp == 0) {
         const double total = Total(row, s->sums);
         if (row.lane == 0) s->log_total = log(total);
       }
       __syncthreads();
       WriteTop(row, wanted, to, row.vocabulary, maximum, s->log_total, wanted.score);
-      __syncthreads();  // the draw's weights overwrite the list
+      __syncthreads();  // the noise overwrites the list
     }
-    FinishFull(row, wanted, adjuster, tempered, maximum, raw, to);
+    int32_t token = -1;
+    if (wanted.Draws()) {
+      FillNoise(row, wanted.noise);
+      __syncthreads();
+      token =
+          Draw(row, wanted.noise, Tempered(maximum, 1.0f), maximum, RoughTotal(row, s->sums), 0);
+    }
+    if (row.rank != 0) return;
+    FinishFull(row, wanted, adjuster, tempered, maximum, raw, token, to);
     WriteChosen(row, wanted, adjuster, tempered, maximum, raw, nullptr);
     if (wanted.greedy && wanted.processed) {
       for (int i = threadIdx.x; i < wanted.top_logprobs; i += blockDim.x) {
@@ -231,7 +237,6 @@ __device__ __noinline__ void RunGeneral(Row& row, const Wanted& wanted, const A&
     PickBin(row, rule);
   }
   ClusterSync();
-  const double uniform = UniformDraw(wanted.seed, wanted.sample_index, wanted.position);
   const int count = s->picked_count;
   const bool list = count <= kListed;
   Kept kept;
@@ -240,9 +245,9 @@ __device__ __noinline__ void RunGeneral(Row& row, const Wanted& wanted, const A&
     Gather(row, [&](float z, int) { return BinOf(maximum - z) <= bin; });
     ClusterSync();
     if (row.rank != 0) return;
-    kept = DrawFromList(row, wanted, maximum, uniform, count, s->total);
+    kept = DrawFromList(row, wanted, maximum, count, s->total);
   } else {
-    kept = DrawFromMany(row, wanted, maximum, uniform);
+    kept = DrawFromMany(row, wanted, maximum);
     if (wanted.processed && wanted.top_logprobs > 0) {
       ListFirst(row, maximum, wanted.top_logprobs);
     }
@@ -292,9 +297,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, kBl
   row.vocabulary = p.vocabulary;
   row.rank = static_cast<int>(cooperative_groups::this_cluster().block_rank());
   row.chunks = (p.vocabulary + kChunk - 1) / kChunk;
-  const int share = (row.chunks + kCluster - 1) / kCluster;
-  row.first = row.rank * share;
-  row.own = max(min(share, row.chunks - row.first), 0);
+  row.share = (row.chunks + kCluster - 1) / kCluster;
+  row.first = row.rank * row.share;
+  row.own = max(min(row.share, row.chunks - row.first), 0);
   row.lane = threadIdx.x % kWarp;
   row.warp = threadIdx.x / kWarp;
   row.warps = blockDim.x / kWarp;
@@ -307,6 +312,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, kBl
   if (threadIdx.x == 0) s->first_id = ~0u;
   if (!simple) {
     for (int i = threadIdx.x; i < kBins; i += blockDim.x) s->counts[i] = 0;
+  } else if (wanted.Draws()) {
+    FillNoise(row, wanted.noise);
   }
   // All blocks have started, and the first one may be written to.
   ClusterSync();
@@ -341,14 +348,15 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, kBl
     SumExpTempered<false>(row, tempered);
   }
   ClusterSync();
-  if (row.rank != 0) return;
-  // At temperature 1 the raw sums are the sums.
-  if (tempered.identity && wanted.raw && !wanted.greedy) {
-    for (int i = threadIdx.x; i < row.chunks; i += blockDim.x) s->sums[i] = s->raw_sums[i];
-    __syncthreads();
+  int32_t token = -1;
+  if (wanted.Draws()) {
+    // At temperature 1 the raw sums are the sums.
+    const float* const sums = tempered.identity && wanted.raw ? s->raw_sums : s->sums;
+    token = Draw(row, wanted.noise, tempered, tempered.Maximum(), RoughTotal(row, sums), 0);
   }
+  if (row.rank != 0) return;
   const Tempered raw(maximum, 1.0f);
-  FinishFull(row, wanted, Unadjusted(), tempered, tempered.Maximum(), raw, to);
+  FinishFull(row, wanted, Unadjusted(), tempered, tempered.Maximum(), raw, token, to);
   if (wanted.num_chosen > 0) {
     WriteChosen(row, wanted, Unadjusted(), tempered, tempered.Maximum(), raw, nullptr);
   }
@@ -373,7 +381,7 @@ cudaError_t Run(const Launch& p, int rows, cudaStream_t stream) {
   const int chunks = (p.vocabulary + kChunk - 1) / kChunk;
   const int share = (chunks + kCluster - 1) / kCluster;
   const int threads = std::clamp(share * kWarp, kScanThreads, 1024);
-  const size_t bytes = kShareOffset + sizeof(float) * kChunk * share;
+  const size_t bytes = SharedBytes(share);
   // Two blocks of an SM at a time where they fit.
   if (threads <= 640) return Start<640, 2, A>(p, rows, threads, bytes, stream);
   return Start<1024, 1, A>(p, rows, threads, bytes, stream);

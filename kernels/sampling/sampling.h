@@ -1,12 +1,12 @@
 // Computes tokens and log-probabilities from logits, on the GPU. The CPU's counterpart with the
 // same semantics is server/backends/cpu/ops/sampling.h: the same order of processing (adjustments,
 // bans, temperature, top-k, top-p over the top-k set, min-p relative to the largest kept
-// probability), candidates of equal probability ranked by ascending id, the same Philox4x32-10
-// draw, the same inverse of the distribution function (ids ascending without truncation, candidates
-// from the likeliest on with it). Exponentials and their sums are computed in the order of the
-// CPU's AVX-512 kernels, sums of them in double: for equal logits both give the same token and the
-// same log-probability except for the rounding of double sums. If more than kMostListed candidates
-// can survive truncation, their weights are added as integers, multiples of 2^-45 of the largest.
+// probability), candidates of equal probability ranked by ascending id, and the same draw, by noise
+// that a token id has whatever the logits (server/backends/cpu/ops/noise.h). Exponentials and their
+// sums are computed in the order of the CPU's AVX-512 kernels, sums of them in double: for equal
+// logits both keep the same candidates, give the same token, and the same log-probability except
+// for the rounding of double sums. If more than kMostListed candidates can survive truncation,
+// their weights are added as integers, multiples of 2^-45 of the largest.
 //
 // One launch of a cluster of blocks a row, with the row's logits in their shared memory: logits are
 // read once. Everything but sizes and pointers is read on the device, so that one captured graph

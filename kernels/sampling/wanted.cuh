@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "kernels/sampling/noise.cuh"
 #include "kernels/sampling/row.cuh"
 #include "kernels/sampling/sampling.h"
 
@@ -29,8 +30,7 @@ struct Launch {
 
 // A row's request, for sampling and scoring.
 struct Wanted {
-  uint64_t seed = 0, position = 0;
-  uint32_t sample_index = 0;
+  Noise noise;
   int32_t target = -1;
   float temperature, top_p = 1.0f, min_p = 0.0f;
   float raw_temperature = 1.0f;
@@ -44,14 +44,14 @@ struct Wanted {
   bool raw = false, processed = false;
   bool logprobs;
 
+  __device__ bool Draws() const { return !score && !greedy; }
+
   __device__ Wanted(const Launch& p, int index) {
     int32_t chosen_begin;
     if (p.samples != nullptr) {
       const SampleRowSpec& spec = p.samples[index];
       score = false;
-      seed = spec.seed;
-      position = spec.position;
-      sample_index = spec.sample_index;
+      noise = {spec.seed, spec.position, spec.sample_index};
       greedy = spec.temperature == 0.0f;
       temperature = greedy ? 1.0f : spec.temperature;
       top_p = spec.top_p;

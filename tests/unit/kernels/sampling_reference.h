@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "kernels/sampling/sampling.h"
+#include "server/backends/cpu/ops/noise.h"
 #include "tests/unit/kernels/device.h"
 
 namespace dorad::kernels {
@@ -47,7 +48,7 @@ struct Result {
   std::vector<int32_t> top_ids;
   std::vector<float> top_logprobs;
   std::vector<float> chosen_logprobs;
-  // Of the reference: a running sum came so close to its target that rounding may decide.
+  // Of the reference: a running sum came so close to top_p that rounding may decide.
   bool close = false;
 };
 
@@ -137,21 +138,21 @@ inline void ReferenceFull(const ReferenceRow& row, int32_t token, const Request&
   }
 }
 
-inline double ReferenceUniform(const SampleRowSpec& spec) {
-  uint32_t c[4] = {static_cast<uint32_t>(spec.position), static_cast<uint32_t>(spec.position >> 32),
-                   spec.sample_index, 0};
-  uint32_t k[2] = {static_cast<uint32_t>(spec.seed), static_cast<uint32_t>(spec.seed >> 32)};
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t a = uint64_t{0xD2511F53} * c[0];
-    const uint64_t b = uint64_t{0xCD9E8D57} * c[2];
-    const uint32_t next[4] = {
-        static_cast<uint32_t>(b >> 32) ^ c[1] ^ k[0], static_cast<uint32_t>(b),
-        static_cast<uint32_t>(a >> 32) ^ c[3] ^ k[1], static_cast<uint32_t>(a)};
-    std::copy(next, next + 4, c);
-    k[0] += 0x9E3779B9;
-    k[1] += 0xBB67AE85;
+// The candidate with the largest key of the noise.
+inline int32_t ReferenceDraw(const ReferenceRow& row, const SampleRowSpec& spec,
+                             size_t candidates) {
+  const ops::Noise noise(spec.seed, spec.sample_index, spec.position);
+  int64_t best = -1;
+  int32_t token = -1;
+  for (size_t i = 0; i < candidates; ++i) {
+    const int32_t id = row.order[i];
+    const int64_t key = noise.Key(id, static_cast<double>(row.z[id]) - row.maximum);
+    if (key > best || (key == best && id < token)) {
+      best = key;
+      token = id;
+    }
   }
-  return static_cast<double>((static_cast<uint64_t>(c[0]) << 32 | c[1]) >> 11) * 0x1p-53;
+  return token;
 }
 
 inline Result ReferenceUnusable(const Request& request, bool lists) {
@@ -214,7 +215,6 @@ inline Result Reference(const Request& request) {
     return ReferenceUnusable(request, spec.logprob_mode != LogprobMode::kNone);
   }
   Result result;
-  const double uniform = ReferenceUniform(spec);
   if (greedy) {
     result.token = row.order[0];
     if (processed) {
@@ -228,25 +228,7 @@ inline Result Reference(const Request& request) {
     }
   } else if ((spec.top_k <= 0 || spec.top_k >= vocabulary) && spec.top_p >= 1.0f &&
              spec.min_p <= 0.0f) {
-    const double target = uniform * row.total;
-    double running = 0.0;
-    size_t block = 0;
-    while (block + 1024 < row.z.size()) {
-      const double sum = BlockSum(row.z, block, row.maximum);
-      if (running + sum > target) break;
-      running += sum;
-      block += 1024;
-    }
-    for (size_t i = block; i < std::min(block + 1024, row.z.size()); ++i) {
-      running += ReferenceExp(row.z[i] - row.maximum);
-      result.close = result.close || std::abs(running - target) < 1e-13 * row.total;
-      if (running > target && result.token < 0) result.token = static_cast<int32_t>(i);
-    }
-    if (result.token < 0) {
-      for (size_t i = block; i < std::min(block + 1024, row.z.size()); ++i) {
-        if (ReferenceExp(row.z[i] - row.maximum) > 0.0f) result.token = static_cast<int32_t>(i);
-      }
-    }
+    result.token = ReferenceDraw(row, spec, row.order.size());
     if (processed) ReferenceFull(row, result.token, request, true, &result);
   } else {
     std::vector<float> weights;
@@ -276,18 +258,7 @@ inline Result Reference(const Request& request) {
     while (kept > 1 && (weights[kept - 1] < spec.min_p || weights[kept - 1] == 0.0f)) --kept;
     double total = 0.0;
     for (size_t i = 0; i < kept; ++i) total += weights[i];
-    const double target = uniform * total;
-    double running = 0.0;
-    size_t drawn = kept - 1;
-    for (size_t i = 0; i < kept; ++i) {
-      running += weights[i];
-      result.close = result.close || Close(running, target, total);
-      if (running > target) {
-        drawn = i;
-        break;
-      }
-    }
-    result.token = row.order[drawn];
+    result.token = ReferenceDraw(row, spec, kept);
     if (processed) {
       result.logprob = row.LogProb(row.z[result.token], total);
       std::vector<float> logprobs(vocabulary, -kInfinity);

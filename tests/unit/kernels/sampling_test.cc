@@ -126,7 +126,8 @@ TEST_F(SamplingKernelTest, LogprobsAreTheLogSoftmaxInDouble) {
   }
 }
 
-// Pearson's statistic of draws at many positions against the probabilities in double.
+// Pearson's statistic of draws at many positions against the probabilities in double. Among so many
+// are some that the first limit of the kernel does not settle.
 TEST_F(SamplingKernelTest, DrawsFollowTheDistribution) {
   std::mt19937 random(7);
   constexpr int kVocabulary = 60;
@@ -169,7 +170,11 @@ TEST_F(SamplingKernelTest, DrawsFollowTheDistribution) {
       kept += q;
     }
     std::vector<int> counts(kVocabulary, 0);
-    for (const Result& result : SampleAll(requests)) ++counts[result.token];
+    const std::vector<Result> results = SampleAll(requests);
+    for (int i = 0; i < kDraws; ++i) {
+      ++counts[results[i].token];
+      ASSERT_EQ(results[i].token, Reference(requests[i]).token) << i;
+    }
     double statistic = 0.0;
     int freedom = -1;
     for (int i = 0; i < kVocabulary; ++i) {
@@ -183,6 +188,34 @@ TEST_F(SamplingKernelTest, DrawsFollowTheDistribution) {
     }
     EXPECT_LT(statistic, freedom + 4.0 * std::sqrt(2.0 * freedom))
         << s.temperature << " " << s.top_k;
+  }
+}
+
+// The draw of a row without truncation is that of a truncated one that keeps the drawn token.
+TEST_F(SamplingKernelTest, TruncationLeavesTheNoiseAlone) {
+  std::mt19937 random(13);
+  const std::vector<float> logits = Normal(20000, 3.0f, random);
+  std::vector<Request> requests(200);
+  for (size_t i = 0; i < requests.size(); ++i) {
+    requests[i].logits = logits;
+    requests[i].spec.position = i;
+  }
+  const std::vector<Result> all = SampleAll(requests);
+  for (const int top_k : {40, 1000, 10000}) {  // from a list, and from many
+    std::vector<Request> truncated = requests;
+    for (size_t i = 0; i < truncated.size(); ++i) {
+      truncated[i].spec.top_k = top_k;
+      truncated[i].spec.logprob_mode = LogprobMode::kProcessed;
+      truncated[i].chosen = {all[i].token};
+    }
+    const std::vector<Result> results = SampleAll(truncated);
+    int same = 0;
+    for (size_t i = 0; i < results.size(); ++i) {
+      const bool kept = results[i].chosen_logprobs[0] > -kInfinity;
+      EXPECT_EQ(results[i].token == all[i].token, kept) << top_k << " " << i;
+      same += kept;
+    }
+    EXPECT_GT(same, 20);
   }
 }
 
