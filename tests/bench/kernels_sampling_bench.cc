@@ -28,6 +28,7 @@ using dorad::kernels::SampleRowSpec;
 using dorad::kernels::TokenUse;
 
 constexpr int kPoolRows = 1024;
+constexpr int kRows[] = {1, 32, 128, 256, 1024};
 constexpr int kMaxTop = 20;
 
 template <typename T>
@@ -89,7 +90,7 @@ int main(int argc, char** argv) {
   p.max_top = kMaxTop;
   // One list for all rows, except that a step sends the uses of each row.
   constexpr int kMostUses = 4096;
-  constexpr int kMostRows = 256;
+  constexpr int kMostRows = kPoolRows;
   const auto adjustments = Allocate<LogitAdjustments>(1);
   const auto uses = Allocate<TokenUse>(kMostRows * kMostUses);
   const auto biases = Allocate<LogitBias>(kMostUses);
@@ -138,7 +139,7 @@ int main(int argc, char** argv) {
       copy = CopyBandwidth(stream, logits, logits + size / 2, size / 2 * sizeof(float));
       std::printf("copy %.2f TB/s, vocabulary %d; us (times one read)\n", copy, vocabulary);
       std::printf("%-30s", "");
-      for (int rows_of_call : {1, 32, 128, 256}) std::printf("%10d rows   ", rows_of_call);
+      for (int rows_of_call : kRows) std::printf("%10d rows   ", rows_of_call);
       std::printf("\n");
     }
     for (const Setting& s : kSettings) {
@@ -165,7 +166,7 @@ int main(int argc, char** argv) {
       Check(cudaMemcpy(specs, host.data(), sizeof(SampleRowSpec) * kPoolRows,
                        cudaMemcpyHostToDevice));
       std::printf("%-5s %-24s", flat ? "flat" : "", s.name);
-      for (const int rows_of_call : {1, 32, 128, 256}) {
+      for (const int rows_of_call : kRows) {
         const int sets = kPoolRows / rows_of_call;
         const double us = MicrosecondsEach(stream, std::clamp(sets, 16, 400), [&](int i) {
           SampleParams call = p;
