@@ -20,6 +20,7 @@ from lib.pictures import (
 )
 
 PNG = encoded(photo(1, 12, 8))
+PLACE = place_of("qwen3_vl")
 SIZES = [(12, 8), (9, 21), (20, 22), (1, 17), (70, 90), (24, 24)]
 
 
@@ -33,6 +34,10 @@ def of_mistral(zoo):
     return zoo.model_with_processor("mistral3")
 
 
+def pictures_of(folder):
+    return ModelPictures(ModelText(folder))
+
+
 def named(images):
     return [(each.offset, each.length, each.grid, each.dtype, each.data) for each in images]
 
@@ -40,18 +45,19 @@ def named(images):
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen35", "qwen25_vl", "mistral3"])
 def test_tokens_and_pixels_are_those_of_transformers(zoo, family):
     folder = zoo.model_with_processor(family)
-    pictures, text, place = ModelPictures(folder), ModelText(folder), place_of(family)
+    text, place = ModelText(folder), place_of(family)
+    pictures = ModelPictures(text)
     for chosen in ([(12, 8)], SIZES, SIZES[::-1]):
         photos = [photo(height, height, width) for height, width in chosen]
         written = "a" + f"{place}, ".join([""] * (len(photos) + 1)) + "b"
         ids, images = processed(family, written, photos, text)
-        placed = pictures.place(
-            text.encode(written, special_tokens=False),
-            [pictures.read(encoded(each)) for each in photos],
-        )
+        placed = pictures.place(written, [pictures.read(encoded(each)) for each in photos])
         assert placed[0] == ids and len(images) == len(photos)
         assert named(placed[1]) == named(images)
-    assert pictures.place([7, 8], []) == ([7, 8], [])
+        beginning = text.encode("", special_tokens=True)
+        placed = pictures.place(written, photos, special_tokens=True)
+        assert placed[0] == [*beginning, *ids] and placed[1][0].offset == images[0].offset + 1
+    assert pictures.place("ab", []) == (text.encode("ab", special_tokens=False), [])
 
 
 def test_the_whole_processor_of_transformers_makes_the_same(of_mistral, tmp_path):
@@ -69,8 +75,8 @@ def test_the_whole_processor_of_transformers_makes_the_same(of_mistral, tmp_path
     theirs = AutoProcessor.from_pretrained(copy)
     text = theirs.apply_chat_template(messages, add_generation_prompt=True)
     inputs = theirs(images=photos, text=text, add_special_tokens=False, return_tensors="np")
-    pictures = ModelPictures(copy)
-    ids, images = pictures.place(ModelText(copy).encode_chat(messages), photos)
+    written = ModelText(copy).render_chat(messages)
+    ids, images = pictures_of(copy).place(written, photos)
     assert ids == inputs["input_ids"][0].tolist()
     assert named(placed(theirs, ids, photos)) == named(images)
     assert [(1, height // 2, width // 2) for height, width in inputs["image_sizes"]] == [
@@ -98,7 +104,7 @@ def test_the_whole_processor_of_transformers_makes_the_same(of_mistral, tmp_path
 def test_a_processor_that_does_not_fit_the_model_is_named(of_mistral, tmp_path, files, words):
     copy = files_of(of_mistral, tmp_path, preprocessor_config=MISTRAL_PROCESSOR, **files)
     with pytest.raises(ValueError, match=words):
-        ModelPictures(copy)
+        pictures_of(copy)
 
 
 def test_the_tokens_between_rows_may_have_other_names(of_mistral, tmp_path):
@@ -113,8 +119,8 @@ def test_the_tokens_between_rows_may_have_other_names(of_mistral, tmp_path):
     tokenizer = file.read_text().replace("[IMG_BREAK]", "</x>")
     file.unlink()
     file.write_text(tokenizer)
-    ids, (image,) = ModelPictures(copy).place([3, 9], [photo(1, 8, 8)])
-    assert (ids, image.length) == ([3, 3, 2, 3, 3, 1, 9], 4)
+    ids, (image,) = pictures_of(copy).place("[IMG][IMG_END]", [photo(1, 8, 8)])
+    assert (ids, image.length) == ([3, 3, 2, 3, 3, 1, 0], 4)
 
 
 def files_of(folder, copy, **files):
@@ -129,19 +135,16 @@ def files_of(folder, copy, **files):
 def test_a_processor_that_transformers_5_saved_is_the_same(folder, tmp_path):
     copy = files_of(folder, tmp_path, processor_config={"image_processor": PROCESSOR})
     (one,), (other,) = (
-        pictures.place([3], [pictures.read(PNG)])[1]
-        for pictures in (ModelPictures(folder), ModelPictures(copy))
+        pictures.place(PLACE, [pictures.read(PNG)])[1]
+        for pictures in (pictures_of(folder), pictures_of(copy))
     )
     assert (one.sha256, one.grid, one.length) == (other.sha256, other.grid, other.length)
 
 
 def test_qwen25_vl_has_the_same_processor(folder, zoo):
     (one,), (other,) = (
-        pictures.place([3], [pictures.read(PNG)])[1]
-        for pictures in (
-            ModelPictures(folder),
-            ModelPictures(zoo.model_with_processor("qwen25_vl")),
-        )
+        pictures.place(PLACE, [pictures.read(PNG)])[1]
+        for pictures in (pictures_of(folder), pictures_of(zoo.model_with_processor("qwen25_vl")))
     )
     assert (one.sha256, one.grid, one.length) == (other.sha256, other.grid, other.length)
 
@@ -159,7 +162,7 @@ def test_qwen25_vl_has_the_same_processor(folder, zoo):
 def test_a_processor_that_cannot_be_read_is_named(folder, tmp_path, files):
     copy = files_of(folder, tmp_path, **files)
     with pytest.raises((ValueError, FileNotFoundError), match=str(copy)):
-        ModelPictures(copy)
+        pictures_of(copy)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -178,7 +181,7 @@ def test_broken_pictures_are_refused_or_read(folder):
             ("RGBA", "WEBP", {"lossless": True}),
         )
     ]
-    pictures, choose, refused = ModelPictures(folder), random.Random(1), 0
+    pictures, choose, refused = pictures_of(folder), random.Random(1), 0
     for _ in range(1000):
         data = bytearray(choose.choice(whole))
         for _ in range(choose.choice([1, 2, 10])):

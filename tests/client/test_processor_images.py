@@ -10,10 +10,17 @@ import pytest
 from dorad import _processor_images
 from dorad._processor_images import Placed, identity, placed, unsampled
 from dorad.pictures import ModelPictures
-from lib.pictures import photo
+from dorad.text import ModelText
+from lib.pictures import photo, place_of
 from lib.processors import qwen3_vl
 
 PICTURES = [photo(1, 12, 8), photo(2, 9, 21)]
+
+
+def made(folder, family):
+    """Token ids, and images of ModelPictures."""
+    place = place_of(family)
+    return ModelPictures(ModelText(folder)).place(f"a{place}b{place}c", PICTURES)
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +30,7 @@ def folder(zoo):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """Token ids, and images of ModelPictures."""
-    return ModelPictures(folder).place([5, 3, 6, 3, 7], PICTURES)
+    return made(folder, "qwen3_vl")
 
 
 def named(images):

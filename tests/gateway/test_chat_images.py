@@ -410,10 +410,10 @@ def test_a_folder_without_a_processor_is_refused_by_name(server, zoo, tmp_path):
 def test_a_missing_library_names_its_extra(folder, missing, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.delitem(sys.modules, f"{missing}.Image", raising=False)
-    images = Images(folder)
+    images = Images(ModelText(folder))
     limits = SimpleNamespace(max_image_tokens=9)
     with pytest.raises(Refusal) as error:
-        asyncio.run(images.place([3], {"url": data_url(PNG)}, limits))
+        asyncio.run(images.place("", {"url": data_url(PNG)}, limits, special_tokens=False))
     assert error.value.reason == "IMAGES_NOT_CONFIGURED" and error.value.status == 400
     assert "pip install 'dorad[images]'" in error.value.message
 

@@ -1,23 +1,25 @@
 """Pictures of files in prompts, prepared by a model's own image processor.
 
-Needs the extra `images`: transformers and Pillow. For `doractl` and the gateway; a trainer has its
-own processor, and `dorad.images`.
+Needs the extras `text` and `images`: transformers and Pillow. For `doractl` and the gateway; a
+trainer has its own processor, and `dorad.images`.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import pathlib
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dorad import types as t
 from dorad.images import from_processor
+
+if TYPE_CHECKING:
+    from dorad.text import ModelText
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 _MODEL_TYPES = ("qwen3_vl", "qwen3_5", "qwen2_5_vl", "mistral3")
@@ -84,16 +86,16 @@ class ModelPictures:
     """The image processor of one Hugging Face model folder. Thread-safe.
 
     Args:
-      folder: has config.json and preprocessor_config.json (or, of transformers 5,
-        processor_config.json), of a model whose images dorad serves.
+      text: of the model's folder, which has config.json and preprocessor_config.json (or, of
+        transformers 5, processor_config.json), of a model whose images dorad serves.
 
     Raises:
       ImportError: transformers or Pillow is missing.
       FileNotFoundError, ValueError: the folder has no processor, or that of another kind of model.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        root = pathlib.Path(folder)
+    def __init__(self, text: ModelText) -> None:
+        self._text, root = text, text.folder
         config = _read_json(root / "config.json")
         kind = config.get("model_type")
         if kind not in _MODEL_TYPES:
@@ -146,33 +148,35 @@ class ModelPictures:
             raise ValueError(f"the picture cannot be read: {error}") from None
 
     def place(
-        self, token_ids: Sequence[int], pictures: Sequence[Any]
+        self, prompt: str, pictures: Sequence[Any], *, special_tokens: bool = False
     ) -> tuple[list[int], list[t.Image]]:
-        """The prompt with the tokens of each picture, and the images.
+        """The token ids of a prompt with its pictures, and the images.
 
         Args:
-          token_ids: of the chat template, with one placeholder for each picture.
+          prompt: as the chat template writes it, with one place for each picture.
+          special_tokens: the tokenizer adds its own.
 
         Raises ValueError when they do not fit, or the processor refuses a picture.
         """
-        placeholder = self._family.image_token_id
-        places = sum(token == placeholder for token in token_ids)
+        family = self._family
+        token_ids = self._text.encode(prompt, special_tokens=special_tokens)
+        placeholder = family.image_token_id
+        places = token_ids.count(placeholder)
         if places != len(pictures):
             raise ValueError(
                 f"the prompt has {places} placeholders for {len(pictures)} images: texts must not "
                 "contain the model's placeholder, and its chat template must place every image"
             )
         if not pictures:
-            return list(token_ids), []
-        options = self._family.options
+            return token_ids, []
         try:
-            features = self._processor(images=list(pictures), return_tensors="np", **options)
+            features = self._processor(images=list(pictures), return_tensors="np", **family.options)
         except ValueError as error:
             raise ValueError(f"the model's processor refuses a picture: {error}") from None
-        left = iter(self._family.tokens(features))
+        left = iter(family.tokens(features))
         expanded: list[int] = []
         for token in token_ids:
             expanded += next(left) if token == placeholder else [token]
         inputs = {**features, "input_ids": expanded}
-        ids, images = from_processor(inputs, placeholder, **self._family.sizes)
+        ids, images = from_processor(inputs, placeholder, **family.sizes)
         return ids.tolist(), images

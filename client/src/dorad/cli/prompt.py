@@ -86,11 +86,11 @@ def _load(model: Path | None) -> ModelText | None:
     return ModelText(model)
 
 
-def _pictures(model: Path, files: Sequence[Path]) -> tuple[ModelPictures, list[Any]]:
+def _pictures(text: ModelText, files: Sequence[Path]) -> tuple[ModelPictures, list[Any]]:
     """The model's processor, and the pictures of the files."""
     from dorad.pictures import ModelPictures
 
-    processor, pictures = ModelPictures(model), []
+    processor, pictures = ModelPictures(text), []
     for file in files:
         try:
             pictures.append(processor.read(file.read_bytes()))
@@ -136,11 +136,11 @@ def read(
     messages: list[Any] = [{"role": "system", "content": system}] if system else []
     if not pictures:
         return Prompt(text.encode_chat([*messages, {"role": "user", "content": prompt}]), text)
-    processor, found = _pictures(text.folder, pictures)
+    processor, found = _pictures(text, pictures)
     content = [*({"type": "image"} for _ in found), {"type": "text", "text": prompt}]
-    ids = text.encode_chat([*messages, {"role": "user", "content": content}])
+    chat_text = text.render_chat([*messages, {"role": "user", "content": content}])
     try:
-        ids, images = processor.place(ids, found)
+        ids, images = processor.place(chat_text, found)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--image") from error
     return Prompt(ids, text, images)

@@ -107,8 +107,7 @@ async def prompt_of(
         return await gateway.encode(prompt_text, special_tokens=special_tokens), []
     limits = (await gateway.info()).limits
     gateway.images.check(urls, limits)
-    prompt = await gateway.encode(prompt_text, special_tokens=special_tokens)
-    return await gateway.images.place(prompt, urls, limits)
+    return await gateway.images.place(prompt_text, urls, limits, special_tokens=special_tokens)
 
 
 def written(

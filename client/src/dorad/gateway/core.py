@@ -100,7 +100,7 @@ class Gateway:
     ) -> None:
         self.servers = servers
         self.text = text
-        self.images = Images(None if text is None else text.folder, image_roots)
+        self.images = Images(text, image_roots)
         self.limits = limits
         self.logprobs_mode = logprobs_mode
         self._served_model_name = served_model_name

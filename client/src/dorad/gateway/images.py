@@ -17,6 +17,7 @@ from dorad import types as t
 from dorad.gateway.errors import Refusal
 from dorad.gateway.files import open_below
 from dorad.pictures import ModelPictures
+from dorad.text import ModelText
 
 _AT_ONCE = 4  # Prompts whose pictures are read at the same time: a picture may take 360 MB.
 _FILE_BYTES = 64 << 20
@@ -41,12 +42,12 @@ class Images:
     """Reads images for prompts. Use it from one event loop.
 
     Args:
-      folder: of the model; None: the gateway has no tokenizer.
+      text: the model's tokenizer; None: the gateway has none.
       roots: files are read below these folders only.
     """
 
-    def __init__(self, folder: Path | None, roots: Sequence[Path] = ()) -> None:
-        self._folder = folder
+    def __init__(self, text: ModelText | None, roots: Sequence[Path] = ()) -> None:
+        self._text = text
         self._roots = [Path(os.path.realpath(root)) for root in roots]
         # Their own: one whose caller is gone still counts until it ends.
         self._threads = ThreadPoolExecutor(_AT_ONCE, "images")
@@ -68,15 +69,16 @@ class Images:
             raise Refusal(400, "IMAGES_TOO_MANY", message, param=first)
 
     async def place(
-        self, token_ids: list[int], urls: Mapping[str, str], limits: t.Limits
+        self, prompt: str, urls: Mapping[str, str], limits: t.Limits, *, special_tokens: bool
     ) -> tuple[list[int], list[t.Image]]:
-        """The prompt with the tokens of its images, and the images. Raises Refusal."""
+        """The token ids of a chat template's text with its images, and the images. Raises
+        Refusal."""
         pictures = await self._loaded()
 
         def run() -> tuple[list[int], list[t.Image]]:
             read = [self._read(pictures, field, url) for field, url in urls.items()]
             try:
-                ids, images = pictures.place(token_ids, read)
+                ids, images = pictures.place(prompt, read, special_tokens=special_tokens)
             except ValueError as error:
                 raise Refusal(400, "IMAGE_INVALID", str(error), param="messages") from None
             for field, image in zip(urls, images, strict=True):
@@ -94,9 +96,9 @@ class Images:
         """The processor: it is slow to load, and gateways for text do without."""
         async with self._loading:
             if self._pictures is None:
-                assert self._folder is not None  # Chats need a tokenizer.
+                assert self._text is not None  # Chats need a tokenizer.
                 try:
-                    self._pictures = await asyncio.to_thread(ModelPictures, self._folder)
+                    self._pictures = await asyncio.to_thread(ModelPictures, self._text)
                 except (ImportError, OSError, ValueError, KeyError) as error:
                     message = f"this gateway cannot read images: {error}"
                     raise Refusal(400, "IMAGES_NOT_CONFIGURED", message, param="messages") from None
