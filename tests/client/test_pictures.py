@@ -42,7 +42,7 @@ def named(images):
     return [(each.offset, each.length, each.grid, each.dtype, each.data) for each in images]
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen35", "qwen25_vl", "mistral3"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen35", "qwen25_vl", "mistral3", "gemma3"])
 def test_tokens_and_pixels_are_those_of_transformers(zoo, family):
     folder = zoo.model_with_processor(family)
     text, place = ModelText(folder), place_of(family)
@@ -63,7 +63,7 @@ def test_tokens_and_pixels_are_those_of_transformers(zoo, family):
 def test_the_whole_processor_of_transformers_makes_the_same(of_mistral, tmp_path):
     """Where torchvision is: transformers' processor of texts and images needs it."""
     pytest.importorskip("torchvision")
-    from transformers import AutoProcessor
+    from transformers import AutoConfig, AutoProcessor
 
     special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "[IMG_BREAK]"}
     copy = files_of(of_mistral, tmp_path, preprocessor_config=MISTRAL_PROCESSOR)
@@ -78,7 +78,7 @@ def test_the_whole_processor_of_transformers_makes_the_same(of_mistral, tmp_path
     written = ModelText(copy).render_chat(messages)
     ids, images = pictures_of(copy).place(written, photos)
     assert ids == inputs["input_ids"][0].tolist()
-    assert named(placed(theirs, ids, photos)) == named(images)
+    assert named(placed(theirs, AutoConfig.from_pretrained(copy), ids, photos)) == named(images)
     assert [(1, height // 2, width // 2) for height, width in inputs["image_sizes"]] == [
         each.grid for each in images
     ]

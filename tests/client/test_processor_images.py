@@ -12,8 +12,10 @@ from dorad._processor_images import Placed, identity, placed, unsampled
 from dorad.pictures import ModelPictures
 from dorad.text import ModelText
 from lib.pictures import photo, place_of
-from lib.processors import qwen3_vl
+from lib.processors import gemma3, qwen3_vl
+from transformers import AutoConfig
 
+PROCESSORS = {"qwen3_vl": qwen3_vl, "gemma3": gemma3}
 PICTURES = [photo(1, 12, 8), photo(2, 9, 21)]
 
 
@@ -29,6 +31,11 @@ def folder(zoo):
 
 
 @pytest.fixture(scope="module")
+def config(folder):
+    return AutoConfig.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
 def expected(folder):
     return made(folder, "qwen3_vl")
 
@@ -37,22 +44,27 @@ def named(images):
     return [(each.offset, each.length, each.grid, each.sha256) for each in images]
 
 
-def test_places_and_pixels_are_those_of_the_models_processor(folder, expected):
-    ids, images = expected
-    assert named(placed(qwen3_vl(folder), ids, PICTURES)) == named(images)
+@pytest.mark.parametrize("family", PROCESSORS)
+def test_places_and_pixels_are_those_of_the_models_processor(zoo, family):
+    folder = zoo.model_with_processor(family)
+    ids, images = made(folder, family)
+    config = AutoConfig.from_pretrained(folder)
+    assert named(placed(PROCESSORS[family](folder), config, ids, PICTURES)) == named(images)
 
 
-def test_options_are_the_processors(folder):
+def test_options_are_the_processors(folder, config):
     processor = qwen3_vl(folder)
     ids = [5, *[3] * 4, 6]
     size = {"shortest_edge": 16, "longest_edge": 64}
-    (image,) = placed(processor, ids, [photo(1, 12, 8)], size=size)
+    (image,) = placed(processor, config, ids, [photo(1, 12, 8)], size=size)
     assert image.length == 4
     with pytest.raises(ValueError, match="placeholders"):
-        placed(processor, [3, *ids], [photo(1, 12, 8)])
+        placed(processor, config, [3, *ids], [photo(1, 12, 8)])
 
 
-def test_equal_prompts_are_prepared_once_at_the_same_time_or_later(folder, expected, monkeypatch):
+def test_equal_prompts_are_prepared_once_at_the_same_time_or_later(
+    folder, config, expected, monkeypatch
+):
     ids, images = expected
     calls, begun, go_on = [], threading.Event(), threading.Event()
 
@@ -63,7 +75,7 @@ def test_equal_prompts_are_prepared_once_at_the_same_time_or_later(folder, expec
         return placed(*arguments, **options)
 
     monkeypatch.setattr(_processor_images, "placed", slow)
-    prepare = Placed(qwen3_vl(folder))
+    prepare = Placed(qwen3_vl(folder), config)
     with ThreadPoolExecutor(4) as threads:
         copies = [[picture.copy() for picture in PICTURES] for _ in range(4)]
         found = [threads.submit(prepare, ids, copy) for copy in copies]
@@ -78,8 +90,10 @@ def test_equal_prompts_are_prepared_once_at_the_same_time_or_later(folder, expec
     assert len(calls) == 4
 
 
-def test_a_failure_is_that_of_all_who_wait_and_old_prompts_are_forgotten(folder, monkeypatch):
-    prepare = Placed(qwen3_vl(folder))
+def test_a_failure_is_that_of_all_who_wait_and_old_prompts_are_forgotten(
+    folder, config, monkeypatch
+):
+    prepare = Placed(qwen3_vl(folder), config)
     for _ in range(2):
         with pytest.raises(ValueError, match="placeholders"):
             prepare([5], PICTURES)

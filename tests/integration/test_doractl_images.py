@@ -53,14 +53,14 @@ def run(server, *arguments, code=0):
     return json.loads(result.stdout) if code == 0 else " ".join(result.stderr.split())
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "mistral3"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "mistral3", "gemma3"])
 def test_pictures_stand_before_the_text_as_the_processor_prepares_them(zoo, files, family):
     model, place = zoo.model_with_processor(family), place_of(family)
     written = f"system: Be terse.\nuser: {place}{place}Which?\nassistant: "
     pictures = [photo(0, 12, 8), photo(1, 9, 21)]
     ids, images = processed(family, written, pictures, ModelText(model))
     other_images = processed(family, written, [photo(5, 12, 8), pictures[1]], ModelText(model))[1]
-    options = {"max_tokens": 6, "seed": 7, "ignore_eos": True}
+    options = {"max_tokens": 24, "seed": 7, "ignore_eos": True}
     with serve(model, {}) as server:
         with dorad.Client(server.grpc) as client:
             (expected,) = client.generate(ids, images=images, **options)
@@ -68,7 +68,7 @@ def test_pictures_stand_before_the_text_as_the_processor_prepares_them(zoo, file
         (answer,) = run(
             server, "Which?", "--model", model, "--system", "Be terse.",
             "--image", files / "0.png", "--image", files / "1.png",
-            "--max-tokens", 6, "--seed", 7, "--ignore-eos",
+            "--max-tokens", 24, "--seed", 7, "--ignore-eos",
         )  # fmt: skip
     assert answer["token_ids"] == expected.token_ids.tolist() != other.token_ids.tolist()
 

@@ -8,7 +8,7 @@ from dorad.trl import UnsupportedError, served
 from lib import trl_runs
 from lib.adapters import perturb
 from lib.pictures import photo
-from lib.processors import qwen3_vl
+from lib.processors import gemma3, qwen3_vl
 from lib.server import serve
 from lib.tiny_models import IMAGE, VIDEO
 from peft import LoraConfig, get_peft_model
@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText
 from trl import GRPOConfig, GRPOTrainer
 
 # Text and tower.
-MODULES = r".*(q_proj|v_proj|down_proj|attn\.qkv|mlp\.linear_fc1)"
+MODULES = r".*(q_proj|v_proj|down_proj|attn\.qkv|mlp\.(linear_)?fc1)"
 QUESTIONS = ["What is it?", "Which is larger?", "Describe both.", "Why?"]
 # The pictures of each question: TRL needs one at least.
 SIZES = [[(12, 8)], [(9, 21), (8, 8)], [(8, 16)], [(20, 22)]]
@@ -29,15 +29,18 @@ def folder(zoo):
     return zoo.model_with_processor("qwen3_vl")
 
 
-@pytest.fixture(scope="module")
-def server(folder, tmp_path_factory):
-    path = tmp_path_factory.mktemp("trl") / "memory.sock"
+def served_at(folder, path):
     settings = {
         "model.device": "cpu",
         "model.compute_dtype": "fp32",
         "server.shared_memory_socket": path,
     }
-    with serve(folder, settings=settings) as running:
+    return serve(folder, settings=settings)
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    with served_at(folder, tmp_path_factory.mktemp("trl") / "memory.sock") as running:
         yield running
 
 
@@ -69,23 +72,36 @@ def reward(completions, **_):
     return [float(len(set(text))) + 0.1 * text.count("e") for text in texts]
 
 
-def trainer(server, folder, scratch, **changes):
+def trainer(server, folder, scratch, processor=qwen3_vl, **changes):
     values = trl_runs.arguments(scratch, num_generations=4, max_steps=3) | changes
     return served(GRPOTrainer, server.grpc, shared_memory=True)(
         model=policy(folder),
         reward_funcs=reward,
         args=GRPOConfig(**values),
         train_dataset=dataset(),
-        processing_class=qwen3_vl(folder),
+        processing_class=processor(folder),
     )
 
 
 def test_the_policy_that_sees_pictures_is_the_trained_one(server, folder, tmp_path, figures):
     trained = trainer(server, folder, tmp_path, max_steps=5)
+    the_sampled_policy_is_the_trained_one(trained, {IMAGE, VIDEO}, figures)
+
+
+def test_so_is_that_of_gemma(zoo, tmp_path, figures):
+    """Its processor's placeholder is not that of an image's tokens."""
+    folder = zoo.model_with_processor("gemma3")
+    with served_at(folder, tmp_path / "memory.sock") as server:
+        trained = trainer(server, folder, tmp_path, gemma3, max_steps=5)
+        the_sampled_policy_is_the_trained_one(trained, {IMAGE}, figures)
+
+
+def the_sampled_policy_is_the_trained_one(trained, unsampled, figures):
     recorder = trl_runs.Recorder(trained)
     trained.train()
     means = trl_runs.differences(trained)
-    figures.append(f"trl with pictures: sampling difference {max(means):.1e}")
+    kind = trained.model.config.model_type
+    figures.append(f"trl with pictures, {kind}: sampling difference {max(means):.1e}")
     assert len(means) == 5 and 0 < max(means) < 1e-4
     counts = set()
     for _, version, requests, answers in recorder.calls:
@@ -94,15 +110,15 @@ def test_the_policy_that_sees_pictures_is_the_trained_one(server, folder, tmp_pa
             images = request.images or []
             counts.add(len(images))
             assert sum(image.length for image in images) == list(request.token_ids).count(IMAGE)
-            assert not any({IMAGE, VIDEO} & set(s.token_ids.tolist()) for s in samples)
+            assert not any(unsampled & set(s.token_ids.tolist()) for s in samples)
     assert counts == {1, 2}
 
 
 def test_other_pixels_than_the_trainers_show(server, folder, tmp_path, monkeypatch):
     placed = _processor_images.placed
 
-    def of_others(processor, token_ids, pictures):
-        return placed(processor, token_ids, [picture.rotate(180) for picture in pictures])
+    def of_others(processor, config, token_ids, pictures):
+        return placed(processor, config, token_ids, [picture.rotate(180) for picture in pictures])
 
     monkeypatch.setattr(_processor_images, "placed", of_others)
     trained = trainer(server, folder, tmp_path)

@@ -104,8 +104,15 @@ def prompt_of(inputs: dict[str, torch.Tensor]) -> tuple[list[int], list[dorad.Im
 # By their ids in the tiny models.
 _QWEN_TOKENS = ["<|vision_end|>", "<|vision_start|>", "</s>", "<|image_pad|>", "<|video_pad|>"]
 _MISTRAL_TOKENS = ["[IMG_END]", "<s>", "[IMG_BREAK]", "[IMG]"]
+_GEMMA_TOKENS = ["<end_of_image>", "<start_of_image>", "</s>", "<image_soft_token>"]
+# Newlines that follow each other are one token with Gemma.
+_GEMMA_RUNS = ["\n" * length for length in range(2, 8)]
 # What a chat template writes for an image.
-_QWEN_PLACE, _MISTRAL_PLACE = "<|vision_start|><|image_pad|><|vision_end|>", "[IMG]"
+_PLACES = {
+    "qwen": "<|vision_start|><|image_pad|><|vision_end|>",
+    "mistral3": "[IMG]",
+    "gemma3": "<start_of_image>",
+}
 _TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{% if part.type == 'image' %}"
@@ -139,9 +146,28 @@ MISTRAL_SIZES = {
 }
 
 
+# As Gemma 3 has it: in three files.
+GEMMA_PROCESSOR = {
+    "image_processor_type": "Gemma3ImageProcessor",
+    "size": {"height": SIDE * PATCH, "width": SIDE * PATCH},
+    "image_mean": [0.5, 0.4, 0.3],
+    "image_std": [0.5, 0.6, 0.7],
+    "do_pan_and_scan": None,
+}
+GEMMA_LENGTH = {"processor_class": "Gemma3Processor", "image_seq_length": (SIDE // MERGE) ** 2}
+GEMMA_NAMES = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": "</s>",
+    "pad_token": "</s>",
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+    "image_token": "<image_soft_token>",
+}
+
+
 def place_of(family: str) -> str:
     """What the family's chat template writes for an image."""
-    return _MISTRAL_PLACE if family == "mistral3" else _QWEN_PLACE
+    return _PLACES.get(family, _PLACES["qwen"])
 
 
 def make_processor(folder: Path, family: str) -> Path:
@@ -151,6 +177,11 @@ def make_processor(folder: Path, family: str) -> Path:
         make_tokenizer(folder, _MISTRAL_TOKENS, template)
         (folder / "preprocessor_config.json").write_text(json.dumps(MISTRAL_PROCESSOR))
         (folder / "processor_config.json").write_text(json.dumps(MISTRAL_SIZES))
+    elif family == "gemma3":
+        make_tokenizer(folder, _GEMMA_TOKENS, template, _GEMMA_RUNS)
+        (folder / "preprocessor_config.json").write_text(json.dumps(GEMMA_PROCESSOR))
+        (folder / "processor_config.json").write_text(json.dumps(GEMMA_LENGTH))
+        (folder / "tokenizer_config.json").write_text(json.dumps(GEMMA_NAMES))
     else:
         make_tokenizer(folder, _QWEN_TOKENS, template)
         (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
@@ -174,8 +205,10 @@ def data_url(data: bytes, kind: str = "png") -> str:
 
 def processed(family: str, written: str, pictures: list[PIL.Image.Image], tokenizer) -> tuple:
     """The token ids and images that transformers' own processor makes of a text with the places of
-    images: written once more, without dorad's part of it."""
+    images: written once more, without dorad's part of it, where torchvision is needed."""
     pictures = [picture.convert("RGB") for picture in pictures]
+    if family == "gemma3":
+        return prompt_of(_of_gemma(written, pictures, tokenizer.folder))
     if family == "mistral3":
         written, features = _of_mistral(written, pictures)
     else:
@@ -193,6 +226,14 @@ def _of_qwen(written: str, pictures: list[PIL.Image.Image]) -> tuple:
     for (_, height, width), after in zip(features["image_grid_thw"], rest, strict=True):
         text += "<|image_pad|>" * (height * width // MERGE**2) + after
     return text, features
+
+
+def _of_gemma(written: str, pictures: list[PIL.Image.Image], folder: Path) -> dict:
+    from lib.processors import gemma3
+
+    return gemma3(folder)(
+        images=pictures, text=written, add_special_tokens=False, return_tensors="pt"
+    )
 
 
 def _of_mistral(written: str, pictures: list[PIL.Image.Image]) -> tuple:

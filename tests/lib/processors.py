@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from transformers import PreTrainedTokenizerFast, ProcessorMixin
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-from lib.pictures import PROCESSOR
+from lib.pictures import GEMMA_LENGTH, GEMMA_NAMES, GEMMA_PROCESSOR, PROCESSOR
 
 
 class Qwen3VL(Qwen3VLProcessor):
@@ -38,4 +40,18 @@ def qwen3_vl(folder: Path) -> Qwen3VL:
             padding_side="left",  # as TRL loads it
         ),
         (folder / "chat_template.jinja").read_text(),
+    )
+
+
+def gemma3(folder: Path) -> Gemma3Processor:
+    """As qwen3_vl."""
+    values = {k: v for k, v in GEMMA_PROCESSOR.items() if k != "image_processor_type"}
+    names = {k: v for k, v in GEMMA_NAMES.items() if k != "tokenizer_class"}
+    return Gemma3Processor(
+        Gemma3ImageProcessorPil(**values),
+        PreTrainedTokenizerFast(
+            tokenizer_file=str(folder / "tokenizer.json"), padding_side="left", **names
+        ),
+        (folder / "chat_template.jinja").read_text(),
+        image_seq_length=GEMMA_LENGTH["image_seq_length"],
     )

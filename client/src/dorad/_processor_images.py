@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,27 +15,46 @@ from dorad.images import Image, from_processor
 _ORIENTATION = 0x0112  # EXIF's
 
 
+def sizes_of(config: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes for `from_processor`: Mistral's and Gemma's processors leave the cutting into
+    patches to the model.
+
+    Args:
+      config: of config.json. What it leaves out is transformers' default.
+    """
+    kind, vision = config.get("model_type"), config.get("vision_config") or {}
+    patch = int(vision.get("patch_size", 16))
+    if kind == "mistral3":
+        return {"patch_size": patch, "merge_size": int(config.get("spatial_merge_size", 2))}
+    if kind == "gemma3":
+        tokens = math.isqrt(int(config.get("mm_tokens_per_image", 256)))  # on a side
+        return {
+            "patch_size": patch,
+            "merge_size": int(vision.get("image_size", 224)) // patch // tokens,
+        }
+    return {}
+
+
 def placed(
-    processor: Any, token_ids: Sequence[int], pictures: Sequence[Any], **options: Any
+    processor: Any, config: Any, token_ids: Sequence[int], pictures: Sequence[Any], **options: Any
 ) -> list[Image]:
     """The images of a prompt, with the pixels that the trainer's model gets.
 
     Args:
       processor: of transformers, for texts and images.
+      config: transformers' of the model.
       token_ids: of the prompt, with all placeholders of each image.
       pictures: in the order of their places, as the processor takes them.
       options: of the processor's call.
 
     Raises ValueError when the placeholders do not fit the pictures.
     """
-    text = processor.image_token * len(pictures)
+    # With Gemma a text's token and those of the image in its place differ.
+    place = getattr(processor, "boi_token", processor.image_token)
+    text = place * len(pictures)
     inputs = processor(images=list(pictures), text=text, return_tensors="pt", **options)
     _, images = from_processor(
-        {**inputs, "input_ids": token_ids},
-        processor.image_token_id,
-        # Mistral's processor leaves the cutting into patches to the model.
-        patch_size=getattr(processor, "patch_size", 0),
-        merge_size=getattr(processor, "spatial_merge_size", 0),
+        {**inputs, "input_ids": token_ids}, config.image_token_id, **sizes_of(config.to_dict())
     )
     return images
 
@@ -45,8 +65,8 @@ class Placed:
     MOST = 32
     """Prompts whose images are remembered."""
 
-    def __init__(self, processor: Any) -> None:
-        self._processor = processor
+    def __init__(self, processor: Any, config: Any) -> None:
+        self._processor, self._config = processor, config
         self._lock = threading.Lock()
         self._found: OrderedDict[Hashable, Future[list[Image]]] = OrderedDict()
 
@@ -65,7 +85,7 @@ class Placed:
             return found.result()
         assert mine is not None
         try:
-            mine.set_result(placed(self._processor, token_ids, pictures, **options))
+            mine.set_result(placed(self._processor, self._config, token_ids, pictures, **options))
         except BaseException as error:
             mine.set_exception(error)
         return mine.result()

@@ -108,7 +108,8 @@ def from_processor(
         has images, pixel_values [patches, elements] and image_grid_thw [images, 3]; of Mistral's
         processor pixel_values [images, channels, height, width] and image_sizes [images, 2]; of
         Gemma's the former alone.
-      image_token_id: the placeholder, `processor.image_token_id`.
+      image_token_id: the placeholder, the model's `config.image_token_id`. Gemma's
+        `processor.image_token_id` is another: a chat template's.
       patch_size, merge_size: `processor.patch_size` and `processor.spatial_merge_size` of
         Mistral's processor, which leaves the cutting into patches to the model, as Gemma's does:
         14 and 4.
@@ -120,12 +121,12 @@ def from_processor(
     if inputs.get("pixel_values") is None:
         return ids, []
     if inputs.get("image_grid_thw") is not None:
-        parts = _split(inputs)
+        parts, merged = _split(inputs), 0
     else:
-        parts = _cut(inputs, patch_size, merge_size)
+        parts, merged = _cut(inputs, patch_size, merge_size), merge_size**2
     patches = [time * height * width for (time, height, width), _ in parts]
     places = np.flatnonzero(ids == image_token_id)
-    merged = sum(patches) // max(len(places), 1)  # patches of a token
+    merged = merged or sum(patches) // max(len(places), 1)  # patches of a token
     fits = merged > 0 and sum(patches) == merged * len(places)
     if not fits or any(count % merged for count in patches):
         raise ValueError(

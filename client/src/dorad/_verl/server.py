@@ -55,7 +55,7 @@ class Server:
         self._target = ""
         self._context_length = 0
         self._takes_images = False
-        self._placed = _processor_images.Placed(self._model.processor)
+        self._placed = _processor_images.Placed(self._model.processor, self._model.hf_config)
         self._stack = ExitStack()
         weakref.finalize(self, self._stack.close)  # Also at the process's end.
 

@@ -320,7 +320,7 @@ class Generation:
             return None
         if not self._max_images:
             raise UnsupportedError(["a prompt has images: the server generates from text alone"])
-        return _processor_images.placed(self._processor, token_ids, pictures)
+        return _processor_images.placed(self._processor, self._model.config, token_ids, pictures)
 
     # --- Seeds ------------------------------------------------------------------------------------
 
