@@ -3,11 +3,11 @@
 import dorad
 import numpy as np
 import pytest
-from lib.pictures import MERGE, MISTRAL_PROCESSOR, PATCH, PROCESSOR, photo
+from lib.pictures import GEMMA_PROCESSOR, MERGE, MISTRAL_PROCESSOR, PATCH, PROCESSOR, SIDE, photo
 from lib.server import serve
 from lib.tiny_models import IMAGE
 
-FAMILIES = ["qwen3_vl", "mistral3"]
+FAMILIES = ["qwen3_vl", "mistral3", "gemma3"]
 OPTIONS = {"max_tokens": 6, "ignore_eos": True, "seed": 5, "logprobs": "raw"}
 RAW = {"do_rescale": False, "do_normalize": False}
 
@@ -19,6 +19,12 @@ def processor_of(family):
         )
 
         values = MISTRAL_PROCESSOR | {"patch_size": PATCH * MERGE}
+    elif family == "gemma3":
+        from transformers.models.gemma3.image_processing_pil_gemma3 import (
+            Gemma3ImageProcessorPil as Processor,
+        )
+
+        values = GEMMA_PROCESSOR
     else:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
             Qwen2VLImageProcessorPil as Processor,
@@ -35,6 +41,8 @@ def prompt(family, features):
         side = PATCH * MERGE
         row = [*[IMAGE] * (width // side), 7]
         places = (row * (height // side))[:-1]
+    elif family == "gemma3":
+        places = [IMAGE] * (SIDE // MERGE) ** 2
     else:
         places = [IMAGE] * (features["image_grid_thw"][0].prod() // MERGE**2)
     inputs = {**features, "input_ids": [5, 6, *places, 8]}
