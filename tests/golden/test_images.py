@@ -105,15 +105,15 @@ def test_log_probabilities_are_those_of_transformers(served, adapter, prompt):
 def test_bf16_is_no_farther_from_fp32_than_that_of_peft(served, in_bf16, adapter, figures):
     client, peft = in_bf16
     folder = None if adapter is None else served.adapters[adapter]
-    errors = []
+    errors = []  # Each row counts once: the first ones of a delta-net enlarge rounding.
     for name in ["one", "several", "long"]:
         inputs = served.inputs(PROMPTS[name])
         ids, images = prompt_of(inputs)
         exact = served.oracle.image_logprobs(folder, for_oracle(inputs, []))[:-1]
         theirs = peft.image_logprobs(folder, for_oracle(inputs, []))[:-1]
         ours = replace(served, client=client).rows(ids, images, adapter)[1:]
-        errors.append((np.abs(ours - exact).mean(), np.abs(theirs - exact).mean()))
-    ours, theirs = np.mean(errors, axis=0)
+        errors.append([np.abs(rows - exact).mean(axis=-1) for rows in (ours, theirs)])
+    ours, theirs = np.concatenate(errors, axis=-1).mean(axis=-1)
     figures.append(f"{served.family} {adapter}: mean |Δ| {ours:.4f}, PEFT's in bf16 {theirs:.4f}")
     assert ours < theirs
 

@@ -171,7 +171,7 @@ def _gemma3() -> PretrainedConfig:
 _DELTA = dict(
     linear_num_key_heads=2,
     linear_num_value_heads=16,  # as the fused linears want it
-    linear_key_head_dim=8,
+    linear_key_head_dim=16,
     linear_value_head_dim=12,
 )
 
