@@ -36,10 +36,12 @@ struct KvCache {
 struct RopeAppendParams {
   StepRows rows;
   AttentionShape shape;
-  int32_t width = 0;                   // even; 0: head_dim
-  bool has_gates = false;              // each query is followed by its gate, see GateHeads
-  const __nv_bfloat16* qkv = nullptr;  // [rows, (heads + 2·kv_heads) · head_dim], 4-byte aligned
-  const float* q_norm = nullptr;       // [head_dim]; null: the model has none (Qwen3 has both)
+  int32_t width = 0;       // even; 0: head_dim
+  bool has_gates = false;  // each query is followed by its gate, see GateHeads
+  // [rows, (heads + gates + 2·kv_heads) · head_dim], 4-byte aligned; as many gates as heads, or
+  // none.
+  const __nv_bfloat16* qkv = nullptr;
+  const float* q_norm = nullptr;  // [head_dim]; null: the model has none (Qwen3 has both)
   const float* k_norm = nullptr;
   float eps = 0.0f;
   const float* cos = nullptr;  // [positions, width / 2]

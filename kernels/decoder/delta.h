@@ -59,12 +59,12 @@ struct DeltaParams {
   const float* convolution = nullptr;  // [qkv_size, convolution]
   const float* decay_log = nullptr;    // [value_heads]
   const float* time_bias = nullptr;    // [value_heads]
-  const float* norm = nullptr;         // [value_dim]
+  const float* norm = nullptr;         // [value_dim], 16-byte aligned
   float eps = 0.0f;
   // Scratch, 16-byte aligned: silu(convolution) with queries and keys of length 1, then the rule's
   // outputs in place of the values.
   float* mixed = nullptr;        // [rows, qkv_size]
-  __nv_bfloat16* out = nullptr;  // [rows, value_size]
+  __nv_bfloat16* out = nullptr;  // [rows, value_size], 16-byte aligned
 };
 
 // In this order, on one stream.

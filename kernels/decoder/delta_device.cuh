@@ -35,7 +35,8 @@ inline bool IsValid(const DeltaParams& p) {
          p.rows.states.sequences <= 65535 && p.rows.states.to != nullptr && states.pages > 0 &&
          states.tile > 0 && p.shape.value_dim % states.tile == 0 &&
          int64_t{4} * p.shape.key_dim * states.tile <= states.block_bytes &&
-         states.block_bytes % 16 == 0 && IsAligned(p.qkvz) && IsAligned(p.mixed);
+         states.block_bytes % 16 == 0 && IsThere(p.qkvz, 16) && IsThere(p.mixed, 16) &&
+         IsThere(p.norm, 16) && IsThere(p.out, 16);
 }
 
 }  // namespace dorad::kernels

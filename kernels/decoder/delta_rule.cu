@@ -68,7 +68,8 @@ template <bool kWhole>
 __global__ void __launch_bounds__(kThreads) RuleKernel(const DeltaParams p, int parts) {
   __shared__ __align__(16) Row stages[2][kStageRows];
   LaunchDependents();
-  const int sequence = blockIdx.y;
+  // Long runs tend to be a step's last: they start first.
+  const int sequence = gridDim.y - 1 - blockIdx.y;
   const int begin = p.rows.states.row_begin[sequence];
   const int count = p.rows.states.row_begin[sequence + 1] - begin;
   const int from = p.rows.states.from[sequence], to = p.rows.states.to[sequence];

@@ -39,8 +39,9 @@ __device__ inline Item ItemAt(const DeltaParams& p, int index, int items) {
   if (index >= items) return item;
   const int sequence = index / p.states.state_blocks;
   const int from = p.rows.states.from[sequence], to = p.rows.states.to[sequence];
-  item.row = p.rows.states.row_begin[sequence];
-  if (to < 0 || p.rows.states.row_begin[sequence + 1] == item.row) return item;
+  const int row = p.rows.states.row_begin[sequence];
+  if (to < 0 || p.rows.states.row_begin[sequence + 1] == row) return item;
+  item.row = row;
   const Columns columns = ColumnsOf(p, index % p.states.state_blocks, /*parts=*/1);
   item.head = columns.head;
   item.column = columns.column;

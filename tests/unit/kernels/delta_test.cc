@@ -68,7 +68,8 @@ class Net {
     return inputs;
   }
 
-  // Rows [begin, end) of a sequence, whose state comes from another's; -1: zeros.
+  // Rows [begin, end) of a sequence, whose state comes from another's; -1: zeros. to -1: no state,
+  // as of padded rows.
   struct Piece {
     const Inputs* inputs = nullptr;
     int begin = 0, end = 0;
@@ -89,7 +90,7 @@ class Net {
       const auto index = static_cast<int32_t>(to.size());
       sequences.insert(sequences.end(), piece.end - piece.begin, index);
       row_begin.push_back(row_begin.back() + piece.end - piece.begin);
-      to.push_back(piece.to * state_pages_);
+      to.push_back(piece.to < 0 ? -1 : piece.to * state_pages_);
       from.push_back(piece.from < 0 ? -1 : piece.from * state_pages_);
     }
     // A padded row.
@@ -214,6 +215,8 @@ class Net {
   std::vector<float> convolution_, decay_log_, time_bias_, norm_;
 };
 
+using DeltaStepTest = KernelTest;
+
 class DeltaTest : public KernelTest, public testing::WithParamInterface<Case> {};
 
 TEST_P(DeltaTest, IsTheRule) {
@@ -270,6 +273,31 @@ INSTANTIATE_TEST_SUITE_P(, DeltaTest,
                                          Case{"Tiny", {2, 4, 8, 12, 3}, 12, 2},
                                          Case{"TinyTiles", {2, 2, 12, 20, 4}, 5, 6}),
                          [](const auto& info) { return info.param.name; });
+
+// In a step of single rows: sequences without a row and without a state lie between the others.
+TEST_F(DeltaStepTest, BlocksTakeOneStateAfterTheOther) {
+  constexpr int kSequences = 60, kWithoutRow = 20, kWithoutState = 40;
+  Net net({"", {2, 6, 128, 128, 4}, 4, 16}, kSequences + 1);
+  std::vector<Net::Inputs> inputs;
+  for (int i = 0; i < kSequences; ++i) inputs.push_back(net.MakeInputs(2, 100 + 2 * i));
+  std::vector<std::vector<std::vector<uint16_t>>> steps;
+  for (int row = 0; row < 2; ++row) {
+    std::vector<Net::Piece> pieces;
+    for (int i = 0; i < kSequences; ++i) {
+      const int end = i == kWithoutRow ? row : row + 1;
+      pieces.push_back({&inputs[i], row, end, i == kWithoutState ? -1 : i, row == 0 ? -1 : i});
+    }
+    steps.push_back(net.Run(pieces));
+  }
+  for (int i = 0; i < kSequences; ++i) {
+    if (i == kWithoutRow || i == kWithoutState) continue;
+    for (int row = 0; row < 2; ++row) {
+      const int from = row == 0 ? -1 : kSequences;
+      const auto alone = net.Run({{&inputs[i], row, row + 1, kSequences, from}});
+      EXPECT_EQ(steps[row][i], alone[0]) << "sequence " << i << ", row " << row;
+    }
+  }
+}
 
 TEST(DeltaShapeTest, NamesTheShapesThatItHas) {
   EXPECT_TRUE(IsDeltaShape({16, 48, 128, 128, 4}));
