@@ -127,7 +127,8 @@ absl::StatusOr<std::unique_ptr<Backend>> LoadCudaBackend(const Config& config,
                                                          model::ModelConfig model);
 // The name of the GPU that LoadCudaBackend would use. FAILED_PRECONDITION (DEVICE_UNAVAILABLE).
 absl::StatusOr<std::string> FindGpu();
-// INVALID_ARGUMENT (COMPUTE_DTYPE_UNSUPPORTED, MAX_RANK_UNSUPPORTED, MODEL_UNSUPPORTED).
+// INVALID_ARGUMENT (COMPUTE_DTYPE_UNSUPPORTED, MAX_RANK_UNSUPPORTED, MAX_STEP_TOKENS_UNSUPPORTED,
+// MODEL_UNSUPPORTED).
 absl::Status CheckCudaConfig(const Config& config, const model::ModelConfig& model);
 // Why a GPU does not serve the tower: INVALID_ARGUMENT (MODEL_UNSUPPORTED).
 absl::Status CheckCudaTower(const model::VisionConfig& vision);

@@ -19,6 +19,9 @@
 namespace dorad {
 namespace {
 
+// A launch's limit in its second and third dimensions.
+constexpr int64_t kMostStepRows = 65535;
+
 class CudaLease final : public shared_memory::WeightsLease {
  public:
   // Ends the lease that `model` has begun.
@@ -158,6 +161,10 @@ absl::Status CheckCudaConfig(const Config& config, const model::ModelConfig& mod
   if (config.adapters.max_rank > cuda::kMaxRank) {
     return MakeInvalid("adapters", {{"adapters.max_rank", "MAX_RANK_UNSUPPORTED",
                                      absl::StrCat("on a GPU at most ", cuda::kMaxRank)}});
+  }
+  if (config.engine.max_step_tokens > kMostStepRows) {
+    return MakeInvalid("engine", {{"engine.max_step_tokens", "MAX_STEP_TOKENS_UNSUPPORTED",
+                                   absl::StrCat("on a GPU at most ", kMostStepRows)}});
   }
   return cuda::CheckDecoder(model);
 }
