@@ -1,5 +1,5 @@
-"""SmolLM2-135M-Instruct with two DoRA adapters against transformers + PEFT. They are random; in the
-deep tier the demo's trained ones follow."""
+"""SmolLM2-135M-Instruct with the two DoRA adapters that the demo trains, against transformers +
+PEFT."""
 
 import numpy as np
 import pytest
