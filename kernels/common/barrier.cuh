@@ -87,6 +87,12 @@ __device__ inline void CopyAsync16(uint32_t destination, const void* source, boo
                : "memory");
 }
 
+// Four bytes, global to shared.
+__device__ inline void CopyAsync4(uint32_t destination, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source)
+               : "memory");
+}
+
 // Copies `bytes` contiguous bytes; size and addresses are multiples of 16.
 __device__ inline void CopyBytes(uint32_t destination, const void* source, uint32_t bytes,
                                  uint32_t barrier) {

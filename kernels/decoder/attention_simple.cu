@@ -1,3 +1,4 @@
+#include "kernels/common/warp.cuh"
 #include "kernels/decoder/attention_simple.h"
 
 namespace dorad::kernels {
@@ -5,13 +6,6 @@ namespace {
 
 constexpr int kMaxHeadDim = 256;
 constexpr int kWarps = 4;
-
-__device__ float WarpSum(float value) {
-  for (int offset = 16; offset > 0; offset /= 2) {
-    value += __shfl_xor_sync(0xFFFFFFFF, value, offset);
-  }
-  return value;
-}
 
 __device__ int64_t CacheOffset(const StepRows& rows, const AttentionShape& shape, int sequence,
                                int position, int kv_head) {

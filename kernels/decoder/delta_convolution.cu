@@ -7,11 +7,6 @@ namespace {
 
 constexpr int kWarps = 4;
 
-__device__ inline float WarpSum(float x) {
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(kAllLanes, x, offset);
-  return x;
-}
-
 __device__ inline float Silu(float x) { return x / (1.0f + expf(-x)); }
 
 // torch.nn.functional.softplus.

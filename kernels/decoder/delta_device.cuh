@@ -4,11 +4,11 @@
 #include "kernels/common/barrier.cuh"
 #include "kernels/common/host.h"
 #include "kernels/common/launch.h"
+#include "kernels/common/warp.cuh"
 #include "kernels/decoder/delta.h"
 
 namespace dorad::kernels {
 
-inline constexpr unsigned kAllLanes = 0xFFFFFFFF;
 inline constexpr int kMostKeys = 128;  // of a state's column, in registers
 inline constexpr int kMostTaps = 4;    // of the convolution, in registers
 

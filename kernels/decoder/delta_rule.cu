@@ -7,12 +7,6 @@ namespace {
 
 constexpr int kStageRows = 16;
 
-// Four bytes, global to shared.
-__device__ inline void CopyAsync4(uint32_t destination, const void* source) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source)
-               : "memory");
-}
-
 // Begins to copy rows of the step to a stage.
 __device__ inline void CopyRows(const DeltaParams& p, const Columns& columns, int first, int count,
                                 Row* stage) {

@@ -4,6 +4,7 @@
 #include "kernels/common/barrier.cuh"
 #include "kernels/common/host.h"
 #include "kernels/common/launch.h"
+#include "kernels/common/warp.cuh"
 #include "kernels/decoder/rms_norm.h"
 
 namespace dorad::kernels {
@@ -24,15 +25,11 @@ struct RoundedGroup {
 // The sum over the block, in every thread; the order of additions is fixed.
 __device__ float BlockSum(float value) {
   __shared__ float warps[kMaxThreads / 32];
-  const auto sum_warp = [](float x) {
-    for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xFFFFFFFF, x, offset);
-    return x;
-  };
-  value = sum_warp(value);
+  value = WarpSum(value);
   const int lane = threadIdx.x % 32;
   if (lane == 0) warps[threadIdx.x / 32] = value;
   __syncthreads();
-  return sum_warp(lane < blockDim.x / 32 ? warps[lane] : 0.0f);
+  return WarpSum(lane < blockDim.x / 32 ? warps[lane] : 0.0f);
 }
 
 // One block a row, held in registers: kEach groups a thread. The distribution over threads depends

@@ -1,4 +1,5 @@
 #include "kernels/common/host.h"
+#include "kernels/common/warp.cuh"
 #include "kernels/vision/layer_norm.h"
 
 namespace dorad::kernels {
@@ -10,7 +11,7 @@ constexpr int kMaxSize = 8192;  // in 32 KB of shared memory
 
 // Of all threads of the block, in a fixed order; every thread gets it.
 __device__ float SumOfBlock(float x, float* partial) {
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xFFFFFFFF, x, offset);
+  x = WarpSum(x);
   __syncthreads();  // after the last call's reads
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
   __syncthreads();
