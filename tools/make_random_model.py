@@ -61,9 +61,6 @@ class Shape:
         common = {"text_config": text, "torch_dtype": "bfloat16", "eos_token_id": 2}
         return self.tower | common
 
-    def delta_nets(self) -> bool:
-        return "linear_attention" in self.config.get("layer_types", [])
-
     def is_delta(self, layer: int) -> bool:
         types = self.config.get("layer_types")
         return types is not None and bool(types[layer] == "linear_attention")

@@ -37,13 +37,12 @@ def load(shape: Shape, folder: Path, loras: int, rank: int, **settings: Any) -> 
             write_adapter(shape, rank, path, seed=i, dora=False)
             adapters.append(LoRARequest(f"adapter-{i}", i + 1, str(path)))
         settings |= dict(enable_lora=True, max_loras=loras, max_lora_rank=most)
-    config = shape.config
-    if shape.delta_nets():  # vLLM has the model as a whole only, and needs no FlashInfer for it
-        config = shape.whole()
+    if shape.tower is not None:
         settings["limit_mm_per_prompt"] = {"image": 0, "video": 0}
+        # FlashInfer may be missing.
         settings["additional_config"] = {"gdn_prefill_backend": "triton"}
     (folder / "vllm").mkdir(exist_ok=True)
-    (folder / "vllm" / "config.json").write_text(json.dumps(config))
+    (folder / "vllm" / "config.json").write_text(json.dumps(shape.whole()))
     llm = LLM(
         model=str(folder / "vllm"),
         load_format="dummy",
@@ -57,9 +56,9 @@ def load(shape: Shape, folder: Path, loras: int, rank: int, **settings: Any) -> 
 
 class Engine:
     def __init__(self, peer: str, options: argparse.Namespace, folder: Path) -> None:
-        self.shape = Shape.read(options.shape, options.layers)
-        if self.shape.delta_nets():
-            self.shape = Shape.read(options.shape, options.layers, tower=True)
+        # vLLM has Qwen3.5 as a whole only.
+        whole = options.shape.startswith("qwen3.5")
+        self.shape = Shape.read(options.shape, options.layers, tower=whole)
         self.prompt = max(options.context - (SHORT + LONG) // 2, 1)
         tokens = max(self.prompt + LONG, options.prefill + 1) + 16
         self.llm, (self.adapter,) = load(
