@@ -63,6 +63,7 @@ engine::EngineOptions ToEngineOptions(const Config& config, const Backend::Info&
   options.max_running_sequences = ToInt32(config.engine.max_running_sequences);
   options.kv_min_pages = model.kv_min_pages;
   options.prefix_cache = config.engine.prefix_cache;
+  options.ngram_drafts = config.engine.ngram_drafts;
   options.gpu_share = config.engine.gpu_share;
   options.eos_token_ids = model.eos_token_ids;
   options.vocab_size = ToInt32(model.vocab_size);
@@ -85,6 +86,7 @@ engine::EngineOptions ToEngineOptions(const Config& config, const Backend::Info&
   options.max_logit_biases = ToInt32(config.limits.max_logit_biases);
   options.max_allowed_ids = ToInt32(config.limits.max_allowed_ids);
   options.max_bad_word_tokens = ToInt32(config.limits.max_bad_word_tokens);
+  options.max_draft_tokens = config.limits.max_draft_tokens;
   options.max_score_tokens = config.limits.max_score_tokens;
   options.max_queued_requests = ToInt32(config.limits.max_queued_requests);
   options.max_queued_tokens = config.limits.max_queued_tokens;

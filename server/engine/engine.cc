@@ -34,6 +34,8 @@ EngineLimits LimitsOf(const EngineOptions& options, int64_t kv_tokens) {
   limits.max_logit_biases = options.max_logit_biases;
   limits.max_allowed_ids = options.max_allowed_ids;
   limits.max_bad_word_tokens = options.max_bad_word_tokens;
+  limits.max_draft_tokens = options.max_draft_tokens;
+  limits.ngram_drafts = options.ngram_drafts;
   limits.max_score_tokens = options.max_score_tokens;
   limits.max_queued_requests = options.max_queued_requests;
   limits.max_queued_tokens = options.max_queued_tokens;

@@ -163,6 +163,7 @@ void EngineLoop::BeginSteps() {
   if (pages_.released() > 0) {
     balloon_.Grow(scheduler_.running() + scheduler_.shortage(), SteadyNow());
   }
+  if (!HasRoom()) return;  // a step that awaits drafts
   while (HasRoom() && BeginStep()) {
   }
   EndWithoutWeights();
@@ -179,7 +180,8 @@ void EngineLoop::EncodeImage() {
 }
 
 bool EngineLoop::HasRoom() const {
-  return limiter_.paces() ? pipeline_.empty() : !pipeline_.full();
+  const bool alone = limiter_.paces() || scheduler_.awaits_drafts();
+  return alone ? pipeline_.empty() : !pipeline_.full();
 }
 
 // False when no step has begun.
@@ -214,6 +216,10 @@ void EngineLoop::FinishStep() {
     for (const Chunk& chunk : step.chunks) Land(chunk);
     Fail(step.chunks, step.outputs.status());
   } else {
+    for (size_t i = 0; i < step.chunks.size(); ++i) {
+      Chunk& chunk = step.chunks[i];
+      chunk.sequence->request->CutDraft(&chunk, &(*step.outputs)[i], rules_, step.now);
+    }
     ReportGenerated(step);
     for (size_t i = 0; i < step.chunks.size(); ++i) {
       Deliver(step.chunks[i], std::move((*step.outputs)[i]), step.now);
@@ -241,9 +247,11 @@ void EngineLoop::ReportGenerated(const StepPipeline::Finished& step) const {
   std::map<std::string_view, int64_t> tokens;  // by tenant
   for (size_t i = 0; i < step.chunks.size(); ++i) {
     const Sequence& sequence = *step.chunks[i].sequence;
-    const bool generates = step.chunks[i].samples && (*step.outputs)[i].finite;
-    if (!generates || sequence.state == Sequence::State::kEnded) continue;
-    ++tokens[sequence.request->base().tenant];
+    if (sequence.state == Sequence::State::kEnded) continue;
+    const std::vector<TokenId>& sampled = (*step.outputs)[i].tokens;
+    const bool finite = !sampled.empty() && sampled.back() != StepOutput::kNotFinite;
+    const int64_t count = static_cast<int64_t>(sampled.size()) - (finite ? 0 : 1);
+    if (count > 0) tokens[sequence.request->base().tenant] += count;
   }
   for (const auto& [tenant, count] : tokens) on_generated_(std::string(tenant), count);
 }
@@ -260,7 +268,6 @@ void EngineLoop::Deliver(const Chunk& chunk, StepOutput output, Instant now) {
   Request* const request = sequence->request;
   // The row of an ended sequence was computed in vain.
   if (sequence->state != Sequence::State::kEnded) {
-    scheduler_.Computed(chunk);
     const int64_t generated = sequence->generated();
     if (chunk.samples && generated == 0) {
       metrics_->PromptTokens(sequence->prompt_tokens - sequence->cached_tokens,
@@ -270,9 +277,9 @@ void EngineLoop::Deliver(const Chunk& chunk, StepOutput output, Instant now) {
       }
     }
     const int64_t scored = sequence->scored;
-    if (request->Accept(chunk, std::move(output), rules_, now, metrics_)) {
-      scheduler_.Remove(sequence);
-    }
+    const bool ended = request->Accept(chunk, std::move(output), rules_, now, metrics_);
+    scheduler_.Computed(chunk);  // a draft's right tokens are the sequence's own now
+    if (ended) scheduler_.Remove(sequence);
     metrics_->GeneratedTokens(sequence->generated() - generated);
     if (request->score) metrics_->ScoredTokens(sequence->scored - scored);
   }

@@ -40,7 +40,7 @@ struct ConditionalBan {
   TokenId token = 0;
 };
 
-// How the token after a sequence's last row is sampled.
+// How the token after a row is sampled.
 struct SampleWant {
   SamplingParams sampling;
   uint32_t sample_index = 0;
@@ -67,8 +67,8 @@ struct ScoreWant {
 // pointers are valid for the call of Begin; the adapter until the step has finished.
 struct StepSequence {
   absl::Span<const TokenId> tokens;  // below Image::kNoToken: an image's
-  // >= 0: the one token is the sample of the sequence with this index in the last step, which has
-  // not finished; tokens[0] is unused.
+  // >= 0: the one token is the one sample of the sequence with this index in the last step, which
+  // has not finished; tokens[0] is unused.
   int32_t follows = -1;
   // >= 0: there are no tokens. The sequence samples from the last row of the sequence with this
   // index in the step, whose tokens end as its own do, under the same version.
@@ -86,15 +86,19 @@ struct StepSequence {
   const PromptImages* images = nullptr;             // nullptr: none
   // One for each image, those of the rows' images are set. They outlive the step.
   absl::Span<const std::shared_ptr<const ImageFeatures>> features;
-  // At most one of the two; neither: the rows only fill the KV cache.
-  const SampleWant* sample = nullptr;
+  // Of the last rows, in order. Several: each row's token is a guess of the row's before it, and
+  // the engine drops what comes after a wrong one. At most one of the two; neither: the rows only
+  // fill the KV cache.
+  absl::Span<const SampleWant> samples;
   const ScoreWant* score = nullptr;
 };
 
 struct StepOutput {
-  TokenId token = -1;  // with sample
-  bool finite = true;  // false: non-finite logits, no token and no log-probabilities
-  Logprobs logprobs;   // one position with sample, all rows with score
+  static constexpr TokenId kNotFinite = -1;
+
+  std::vector<TokenId> tokens;  // one for each sample; kNotFinite: its row's logits are not finite
+  bool finite = true;           // all logits of a score
+  Logprobs logprobs;            // one position for each sample, all rows with score
 };
 
 // The KV cache's memory in chunks. Single chunks can be unmapped and mapped; addresses stay. All

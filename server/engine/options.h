@@ -18,7 +18,8 @@ struct EngineOptions {
   // The KV cache does not grow for this long after a shrink: the caller needs time to allocate the
   // memory.
   absl::Duration kv_shrink_hold = absl::Seconds(3);
-  bool prefix_cache = true;  // false: no request reads or fills it
+  bool prefix_cache = true;   // false: no request reads or fills it
+  bool ngram_drafts = false;  // of requests that do not say
   // The largest share of time for steps; 1: they follow one another. REQUIRES: above 0, at most 1.
   double gpu_share = 1;
   std::vector<int32_t> eos_token_ids;
@@ -41,6 +42,7 @@ struct EngineOptions {
   int32_t max_logit_biases = 1024;
   int32_t max_allowed_ids = 4096;
   int32_t max_bad_word_tokens = 4096;
+  int64_t max_draft_tokens = 1 << 18;
   int64_t max_score_tokens = 1 << 20;
   int32_t max_queued_requests = 4096;
   int64_t max_queued_tokens = 4 << 20;

@@ -8,8 +8,6 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "server/engine/bad_words.h"
-#include "server/platform/check.h"
 #include "server/platform/error.h"
 #include "server/platform/metrics/metrics.h"
 
@@ -21,22 +19,6 @@ Instant ToInstant(absl::Time deadline, Instant now) {
   // Far deadlines would overflow the steady clock's range.
   const absl::Duration left = std::min(deadline - absl::Now(), absl::Hours(24 * 365));
   return now + absl::ToChronoNanoseconds(left);
-}
-
-VersionSpan SpanOf(const adapter::LoadedAdapter* adapter, uint32_t begin, uint32_t end) {
-  VersionSpan span;
-  if (adapter != nullptr) {
-    span.adapter = adapter->name();
-    span.version = adapter->version();
-    span.digest = adapter->digest();
-  }
-  span.begin = begin;
-  span.end = end;
-  return span;
-}
-
-bool Contains(const std::vector<TokenId>& ids, TokenId id) {
-  return std::find(ids.begin(), ids.end(), id) != ids.end();
 }
 
 // "": the base.
@@ -190,8 +172,12 @@ void Request::MakeSequences(const StopRules& rules, bool prefix_cache) {
         }
       }
       if (generate->logits.repetition_penalty != 1.0f) sample.uses.AddPrompt(generate->prompt);
+      if (i < static_cast<int32_t>(generate->drafts.size())) {
+        sample.answer = ExpectedAnswer(std::move(generate->drafts[i]));
+      }
       samples_.push_back(std::move(sample));
     }
+    if (generate->ngram_drafts) ngrams_.emplace();
     if (generate->logprobs.prompt) {
       sequences.front()->to_score = prompt_tokens - 1;
       prompt_logprobs_ = FirstRow();
@@ -203,7 +189,7 @@ void Request::MakeSequences(const StopRules& rules, bool prefix_cache) {
   std::vector<PrefixNode> roots;
   for (const adapter::AdapterLease& lease : score->leases) {
     roots.push_back(RootOf(lease, std::string(), score->tenant));
-    result_.versions.push_back(SpanOf(lease.get(), 0, 0));
+    result_.versions.push_back(VersionSpan::Of(lease.get(), 0, 0));
   }
   for (size_t i = 0; i < score->sequences.size(); ++i) {
     const auto images =
@@ -230,139 +216,6 @@ void Request::Enter(uint64_t* arrival) {
   }
 }
 
-Request::Want Request::WantOf(const Chunk& chunk) const {
-  const Sequence& sequence = *chunk.sequence;
-  Want want;
-  if (chunk.position >= sequence.scored && chunk.position < sequence.to_score) {
-    ScoreWant rows;
-    rows.targets = absl::MakeConstSpan(PromptOf(sequence)).subspan(chunk.position + 1, chunk.count);
-    rows.temperature = score ? score->temperature : 1.0f;
-    rows.top_k = score ? score->top_k : generate->logprobs.top_k;
-    rows.chosen_ids = score ? score->chosen_ids : generate->logprobs.chosen_ids;
-    want.score = rows;
-  } else if (chunk.samples) {
-    SampleWant sample;
-    sample.sampling = generate->sampling;
-    sample.sample_index = static_cast<uint32_t>(sequence.index);
-    sample.position = chunk.end();
-    sample.logprobs = &generate->logprobs;
-    const Sample& state = samples_[sequence.index];
-    if (chunk.end() - sequence.prompt_tokens < generate->stop.min_tokens) {
-      sample.banned = state.banned;
-    }
-    const LogitParams& logits = generate->logits;
-    if (!logits.bad_words.empty()) {
-      want.banned.assign(sample.banned.begin(), sample.banned.end());
-      AppendBans(logits.bad_words,
-                 absl::MakeConstSpan(sequence.tokens).subspan(sequence.prompt_tokens),
-                 /*newest_unknown=*/chunk.follows >= 0, &want.banned, &want.conditional_bans);
-      sample.banned = want.banned;
-      sample.conditional_bans = want.conditional_bans;
-    }
-    if (logits.any()) sample.logits = &logits;
-    sample.uses = state.uses.list();
-    want.sample = sample;
-  }
-  return want;
-}
-
-bool Request::Accept(const Chunk& chunk, StepOutput output, const StopRules& rules, Instant now,
-                     Metrics* metrics) {
-  return chunk.samples ? AcceptToken(chunk.sequence, std::move(output), rules, now, metrics)
-                       : AcceptScores(chunk, std::move(output), now, metrics);
-}
-
-Finish Request::FinishOf(const Sequence& sequence, const StopRules& rules, Instant now) const {
-  const TokenId token = sequence.tokens.back();
-  const StopParams& stop = generate->stop;
-  if (Contains(stop.stop_token_ids, token) ||
-      (!stop.ignore_eos && Contains(rules.eos_token_ids, token))) {
-    Finish finish = MakeFinish(sequence, FinishReason::kStop, now);
-    finish.stop_token_id = token;
-    return finish;
-  }
-  if (const int32_t match = MatchStopSequence(sequence); match >= 0) {
-    Finish finish = MakeFinish(sequence, FinishReason::kStop, now);
-    finish.stop_sequence = match;
-    return finish;
-  }
-  const bool full = static_cast<int64_t>(sequence.tokens.size()) >= sequence.most_tokens;
-  return full ? MakeFinish(sequence, FinishReason::kLength, now) : Finish();
-}
-
-// The first stop sequence that the generated tokens end with; -1: none.
-int32_t Request::MatchStopSequence(const Sequence& sequence) const {
-  const StopParams& stop = generate->stop;
-  if (sequence.generated() <= stop.min_tokens) return -1;
-  const auto generated = absl::MakeConstSpan(sequence.tokens).subspan(sequence.prompt_tokens);
-  for (size_t i = 0; i < stop.stop_sequences.size(); ++i) {
-    if (EndsWith(generated, stop.stop_sequences[i])) return static_cast<int32_t>(i);
-  }
-  return -1;
-}
-
-Finish Request::MakeFinish(const Sequence& sequence, FinishReason reason, Instant now) const {
-  Finish finish;
-  finish.reason = reason;
-  finish.usage.prompt_tokens = static_cast<uint32_t>(sequence.prompt_tokens);
-  finish.usage.cached_prompt_tokens = static_cast<uint32_t>(sequence.cached_tokens);
-  finish.usage.generated_tokens = static_cast<uint32_t>(sequence.generated());
-  finish.usage.preemptions = sequence.preemptions;
-  finish.usage.queue_time = Between(admitted, started.value_or(now));
-  finish.usage.time_to_first_token = Between(admitted, first_token.value_or(now));
-  finish.usage.total_time = Between(admitted, now);
-  return finish;
-}
-
-bool Request::AcceptToken(Sequence* sequence, StepOutput output, const StopRules& rules,
-                          Instant now, Metrics* metrics) {
-  if (!output.finite) {
-    PushNonFinite(*sequence, "the model's logits are not finite, or no token may be sampled", now,
-                  metrics);
-    return true;
-  }
-  SampleDelta delta;
-  delta.sample_index = sequence->index;
-  const uint32_t position = static_cast<uint32_t>(sequence->generated());
-  sequence->tokens.push_back(output.token);
-  Sample& sample = samples_[sequence->index];
-  if (generate->logits.has_penalties()) sample.uses.AddGenerated(output.token);
-  if (!first_token) {
-    first_token = now;
-    metrics->TimeToFirstToken(Between(admitted, now));
-  }
-  if (position > 0) metrics->InterTokenLatency(Between(sample.last_token, now), 1);
-  sample.last_token = now;
-  delta.token_ids = {output.token};
-  delta.logprobs = std::move(output.logprobs);
-  if (sequence->index == 0) delta.prompt_logprobs = std::exchange(prompt_logprobs_, {});
-  delta.spans = {SpanOf(sequence->adapter(), position, position + 1)};
-  delta.finish = FinishOf(*sequence, rules, now);
-  const bool finished = delta.finished();
-  sample.reason = delta.finish.reason;
-  if (finished) metrics->SampleEnded(NameOf(sample.reason));
-  stream->Push(std::move(delta));
-  return finished;
-}
-
-void Request::PushNonFinite(const Sequence& sequence, const std::string& detail, Instant now,
-                            Metrics* metrics) {
-  SampleDelta delta;
-  delta.sample_index = sequence.index;
-  delta.finish = MakeFinish(sequence, FinishReason::kNonFinite, now);
-  delta.finish.detail = detail;
-  samples_[sequence.index].reason = FinishReason::kNonFinite;
-  metrics->NonFiniteLogits();
-  metrics->SampleEnded(NameOf(FinishReason::kNonFinite));
-  stream->Push(std::move(delta));
-}
-
-Logprobs* Request::ScoresOf(const Sequence& sequence) {
-  if (generate) return &prompt_logprobs_;
-  const size_t adapters = score->leases.size();
-  return &result_.scores[sequence.index / adapters][sequence.index % adapters];
-}
-
 // The row of token 0, which no row predicts.
 Logprobs Request::FirstRow() const {
   constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
@@ -373,22 +226,6 @@ Logprobs Request::FirstRow() const {
   row.top_logprobs.assign(top_k, kNone);
   row.chosen.assign(score ? score->chosen_ids.size() : generate->logprobs.chosen_ids.size(), kNone);
   return row;
-}
-
-// Rows recomputed after a preemption have no new results.
-bool Request::AcceptScores(const Chunk& chunk, StepOutput output, Instant now, Metrics* metrics) {
-  Sequence& sequence = *chunk.sequence;
-  if (sequence.has_scored() || chunk.end() <= sequence.scored) return false;
-  DORAD_CHECK(chunk.position == sequence.scored);
-  sequence.scored = chunk.end();
-  ScoresOf(sequence)->Append(std::move(output.logprobs));
-  if (score) {
-    score_finite_ = score_finite_ && output.finite;
-    return sequence.has_scored();
-  }
-  if (output.finite) return false;
-  PushNonFinite(sequence, "the model's logits for the prompt are not finite", now, metrics);
-  return true;
 }
 
 void Request::End(const Ending& how, Instant now, Metrics* metrics) {

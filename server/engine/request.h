@@ -12,7 +12,9 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "server/engine/drafter.h"
 #include "server/engine/model_runner.h"
+#include "server/engine/ngram_index.h"
 #include "server/engine/scheduler.h"
 #include "server/engine/sequence.h"
 #include "server/engine/token_stream.h"
@@ -67,14 +69,19 @@ struct Request {
 
   // The output that a chunk needs from the runner. Neither: the chunk only fills the KV cache.
   struct Want {
-    std::optional<SampleWant> sample;
+    std::vector<SampleWant> samples;
     std::optional<ScoreWant> score;
-    // What `sample` names: moves with it.
-    std::vector<TokenId> banned;
-    std::vector<ConditionalBan> conditional_bans;
+    // What `samples` name, one of each: moves with them.
+    std::vector<std::vector<TokenId>> banned;
+    std::vector<std::vector<ConditionalBan>> conditional_bans;
+    std::vector<std::vector<TokenUse>> uses;
+    std::vector<TokenId> tokens;  // of a chunk with a draft
   };
   Want WantOf(const Chunk& chunk) const;
 
+  // Cuts a chunk with a draft, and its output, after the first token that differs from the draft or
+  // ends the sample.
+  void CutDraft(Chunk* chunk, StepOutput* output, const StopRules& rules, Instant now) const;
   // Takes a chunk's output. True when it ends the sequence.
   bool Accept(const Chunk& chunk, StepOutput output, const StopRules& rules, Instant now,
               Metrics* metrics);
@@ -110,10 +117,21 @@ struct Request {
   std::optional<Instant> first_token;
 
  private:
+  // Rows of a step that one sample verifies.
+  static constexpr int64_t kLongestDraft = 256;
+  static constexpr int64_t kLongestNgramDraft = 16;
+  // Where a row costs much host time.
+  static constexpr int64_t kLongestDraftWithLogitParams = 16;
+
   // State of each sample of a generation, indexed like sequences.
   struct Sample {
     std::vector<TokenId> banned;  // until min_tokens
     TokenUses uses;               // with penalties
+    ExpectedAnswer answer{{}};
+    DraftPace answer_pace{kLongestDraft};
+    DraftPace ngram_pace{kLongestNgramDraft};
+    bool is_ngram = false;  // the sequence's draft is of ngrams_
+    Usage::Drafts drafts;
     Instant last_token;
     FinishReason reason = FinishReason::kNone;
   };
@@ -123,6 +141,7 @@ struct Request {
                         const adapter::LoadedAdapter* adapter, const PrefixNode& root,
                         bool use_prefix_cache);
   // As the caller gave it.
+  int64_t prompt_tokens() const { return sequences.front()->prompt_tokens; }  // of a generation
   const std::vector<TokenId>& PromptOf(const Sequence& sequence) const {
     return generate ? generate->prompt : score->sequences[sequence.index / score->leases.size()];
   }
@@ -133,8 +152,14 @@ struct Request {
   // The result that gets a sequence's log-probabilities of given tokens.
   Logprobs* ScoresOf(const Sequence& sequence);
   Logprobs FirstRow() const;
-  bool AcceptToken(Sequence* sequence, StepOutput output, const StopRules& rules, Instant now,
-                   Metrics* metrics);
+  bool AcceptTokens(const Chunk& chunk, StepOutput output, const StopRules& rules, Instant now,
+                    Metrics* metrics);
+  void AppendDraftWants(const Chunk& chunk, Want* to) const;
+  // Of the chunk's next row that samples, after the generated tokens; uses: theirs.
+  void AppendSampleWant(const Chunk& chunk, const TokenUses& uses,
+                        absl::Span<const TokenId> generated, Want* to) const;
+  // Counts the right tokens of a chunk's draft, and makes the next one.
+  void Draft(const Chunk& chunk, int64_t tokens, Metrics* metrics);
   bool AcceptScores(const Chunk& chunk, StepOutput output, Instant now, Metrics* metrics);
   // Ends a sample whose logits are not finite.
   void PushNonFinite(const Sequence& sequence, const std::string& detail, Instant now,
@@ -149,6 +174,7 @@ struct Request {
   void DropUnusedLeases();
 
   std::vector<Sample> samples_;
+  std::optional<NgramIndex> ngrams_;
   // Leases on earlier versions whose keys and values are still in use.
   std::vector<adapter::AdapterLease> earlier_;
   ScoreResult result_;

@@ -87,7 +87,9 @@ bool Scheduler::Take(Sequence* sequence, SequenceLine* line) {
 }
 
 bool Scheduler::CanContinue(Sequence* sequence) const {
-  return sequence->state == Sequence::State::kRunning && !sequence->frozen &&
+  // A draft goes on from a token that is known.
+  const bool awaits_token = sequence->sampling > 0 && !sequence->draft.empty() && has_draft_rows_;
+  return !awaits_token && sequence->state == Sequence::State::kRunning && !sequence->frozen &&
          (!options_.may_run || options_.may_run(sequence));
 }
 
@@ -106,6 +108,7 @@ std::vector<Chunk> Scheduler::Schedule() {
     if (s->pending() > 1 && CanContinue(s)) Continue(s, &plan);
   }
   if (!plan.preempted) AdmitWaiting(&plan);
+  AddDrafts(&plan);
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
     Chunk& chunk = plan.chunks[i];
     Sequence& s = *chunk.sequence;
@@ -117,10 +120,48 @@ std::vector<Chunk> Scheduler::Schedule() {
     }
     if (chunk.copy_from >= 0) s.copy_from = -1;  // the chunk holds it now
     s.sampling += chunk.samples ? 1 : 0;
+    verifying_ += chunk.draft.empty() ? 0 : 1;
     s.chunk_index = static_cast<int32_t>(i);
     ++s.in_flight;
   }
   return std::move(plan.chunks);
+}
+
+// The state of a recurrence after a wrong token has no way back.
+bool Scheduler::TakesDraft(const Chunk& chunk) const {
+  const Sequence& s = *chunk.sequence;
+  return chunk.samples && chunk.follows < 0 && s.generated() > 0 && !s.draft.empty() &&
+         options_.state_pages == 0;
+}
+
+void Scheduler::AddDrafts(Plan* plan) {
+  int64_t takers = std::count_if(plan->chunks.begin(), plan->chunks.end(),
+                                 [this](const Chunk& chunk) { return TakesDraft(chunk); });
+  has_draft_rows_ = plan->budget >= takers;
+  for (Chunk& chunk : plan->chunks) {
+    if (takers == 0) return;
+    if (!TakesDraft(chunk)) continue;
+    Sequence& s = *chunk.sequence;
+    int64_t count = std::min<int64_t>(s.draft.size(), plan->budget / takers--);
+    // No row for the last possible token.
+    count = std::min(count, s.most_tokens - 1 - chunk.end());
+    const auto held = static_cast<int64_t>(s.pages.size());
+    const int64_t missing = std::max<int64_t>(0, PagesOf(chunk.end() + count) - held);
+    // One page of every running sequence stays in reserve.
+    const bool has_pages = pages_->available() >= missing + running() && AllocatePages(&s, missing);
+    if (!has_pages) count = std::min(count, held * kKvPageTokens - chunk.end());
+    if (count <= 0) continue;
+    chunk.draft.assign(s.draft.begin(), s.draft.begin() + count);
+    chunk.count += count;
+    plan->budget -= count;
+    s.share->served += count;
+  }
+}
+
+void Scheduler::Computed(const Chunk& chunk) {
+  Sequence& s = *chunk.sequence;
+  if (!chunk.draft.empty() && s.state == Sequence::State::kRunning) s.computed = chunk.end();
+  sharing_.Computed(chunk);
 }
 
 void Scheduler::AdmitWaiting(Plan* plan) {
@@ -246,6 +287,7 @@ void Scheduler::Landed(const Chunk& chunk) {
   --s.in_flight;
   sharing_.Landed(chunk);
   s.sampling -= chunk.samples ? 1 : 0;
+  verifying_ -= chunk.draft.empty() ? 0 : 1;
   if (s.state == Sequence::State::kWaiting && s.in_flight == 0) s.DropPins();
 }
 

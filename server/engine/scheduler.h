@@ -51,8 +51,9 @@ class Scheduler {
   // preempt. Empty when no sequence can run before a step finishes. REQUIRES: at most one step is
   // in flight.
   std::vector<Chunk> Schedule();
-  // The chunk's keys and values are in its pages: registers full pages.
-  void Computed(const Chunk& chunk) { sharing_.Computed(chunk); }
+  // The chunk's keys and values are in its pages: registers full pages. Of a draft, the chunk has
+  // the right part only.
+  void Computed(const Chunk& chunk);
   // The chunk's step has finished or failed.
   void Landed(const Chunk& chunk);
 
@@ -60,6 +61,9 @@ class Scheduler {
   int64_t waiting() const { return waiting_; }
   int64_t frozen() const { return frozen_running_ + frozen_waiting_; }
   uint64_t preemptions() const { return preemptions_; }
+  // Whether the next step should wait for the one in flight: many sequences verify a draft there
+  // and could not be in it.
+  bool awaits_drafts() const { return 4 * verifying_ >= running() - frozen_running_ && verifying_; }
   // Pages that the last Schedule lacked for the next sequence.
   int64_t shortage() const { return shortage_; }
 
@@ -72,6 +76,9 @@ class Scheduler {
   };
 
   bool CanContinue(Sequence* sequence) const;
+  // Adds the sequences' drafts to their chunks as far as rows and free pages are left.
+  void AddDrafts(Plan* plan);
+  bool TakesDraft(const Chunk& chunk) const;
   // 0: the next rows, of an image, do not fit.
   int64_t ChunkSize(const Sequence& sequence, int64_t budget) const;
   // Pages for the state after the next chunk, if those that the sequence has are not its own.
@@ -108,6 +115,8 @@ class Scheduler {
   int64_t frozen_waiting_ = 0;
   uint64_t preemptions_ = 0;
   int64_t shortage_ = 0;
+  int64_t verifying_ = 0;       // chunks with drafts in flight
+  bool has_draft_rows_ = true;  // the last step had rows left for drafts
 };
 
 }  // namespace dorad::engine

@@ -45,6 +45,8 @@ struct Sequence {
   // On the weights of all kv_spans, while it runs or has rows in flight.
   std::vector<adapter::WeightsPin> pins;
   bool has_pins = false;
+  // A guess at the tokens after the known ones: verified beside the next one if a step has room.
+  std::vector<TokenId> draft;
   // Of the prompt, or nullptr; and what is held of each: while its rows are not landed.
   std::shared_ptr<const PromptImages> images;
   std::vector<std::shared_ptr<const ImageFeatures>> features;
@@ -166,6 +168,9 @@ struct Chunk {
   // Without rows: the sequence with the same prompt whose last row in this step is its last row.
   const Sequence* row_of = nullptr;
   bool samples = false;  // the last row samples the sequence's next token
+  // The tokens of the last rows, of those counted: a guess. These rows and the one before them
+  // sample; a row counts if the tokens sampled before it are those of the guess.
+  std::vector<TokenId> draft;
   // >= 0: the one token is not known yet; the chunk of this index in the last step samples it.
   int32_t follows = -1;
 

@@ -25,9 +25,9 @@ StepBatch::StepBatch(absl::Span<const StepSequence> sequences) : order(sequences
   }
   for (const size_t index : order) {
     const StepSequence& s = sequences[index];
-    if (s.sample == nullptr) continue;
-    const int64_t row = last_row[s.row_of >= 0 ? static_cast<size_t>(s.row_of) : index];
-    samples.push_back({row, index, static_cast<int64_t>(s.tokens.size()) - 1});
+    const auto count = static_cast<int64_t>(s.samples.size());
+    const int64_t end = last_row[s.row_of >= 0 ? static_cast<size_t>(s.row_of) : index] + 1;
+    for (int64_t i = 0; i < count; ++i) samples.push_back({end - count + i, index, i});
   }
 }
 

@@ -13,9 +13,9 @@ namespace dorad::engine {
 
 // A row that needs logits.
 struct WantedRow {
-  int64_t row = 0;        // in the batch
-  size_t sequence = 0;    // index in the caller's order
-  int64_t chunk_row = 0;  // in its sequence's chunk; -1: another sequence's row
+  int64_t row = 0;      // in the batch
+  size_t sequence = 0;  // index in the caller's order
+  int64_t want = 0;     // of the sequence's samples, or the row of its score
 };
 
 struct StepBatch {

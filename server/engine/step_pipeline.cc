@@ -15,10 +15,15 @@ StepSequence RowsOf(const Chunk& chunk, std::vector<Request::Want>* wants) {
   static constexpr TokenId kUnknown = -1;
   const Sequence& s = *chunk.sequence;
   wants->push_back(s.request->WantOf(chunk));
+  const Request::Want& want = wants->back();
   StepSequence rows;
-  rows.tokens = chunk.follows >= 0
-                    ? absl::MakeConstSpan(&kUnknown, 1)
-                    : absl::MakeConstSpan(s.tokens).subspan(chunk.position, chunk.count);
+  if (chunk.follows >= 0) {
+    rows.tokens = absl::MakeConstSpan(&kUnknown, 1);
+  } else if (chunk.draft.empty()) {
+    rows.tokens = absl::MakeConstSpan(s.tokens).subspan(chunk.position, chunk.count);
+  } else {
+    rows.tokens = want.tokens;
+  }
   rows.follows = chunk.follows;
   rows.position = chunk.position;
   rows.pages = s.pages;
@@ -29,8 +34,7 @@ StepSequence RowsOf(const Chunk& chunk, std::vector<Request::Want>* wants) {
   rows.adapter = s.adapter_at(chunk.position);
   rows.images = s.images.get();
   rows.features = s.features;
-  const Request::Want& want = wants->back();
-  rows.sample = want.sample ? &*want.sample : nullptr;
+  rows.samples = want.samples;
   rows.score = want.score ? &*want.score : nullptr;
   return rows;
 }

@@ -52,6 +52,27 @@ void Logprobs::Append(Logprobs&& other) {
   MoveAppend(chosen, std::move(other.chosen));
 }
 
+void Logprobs::Keep(size_t count, size_t positions) {
+  if (count == positions) return;
+  const auto keep = [&](auto& values) { values.resize(values.size() / positions * count); };
+  keep(logprobs);
+  keep(top_ids);
+  keep(top_logprobs);
+  keep(chosen);
+}
+
+VersionSpan VersionSpan::Of(const adapter::LoadedAdapter* adapter, uint32_t begin, uint32_t end) {
+  VersionSpan span;
+  if (adapter != nullptr) {
+    span.adapter = adapter->name();
+    span.version = adapter->version();
+    span.digest = adapter->digest();
+  }
+  span.begin = begin;
+  span.end = end;
+  return span;
+}
+
 void SampleDelta::Append(SampleDelta&& later) {
   MoveAppend(token_ids, std::move(later.token_ids));
   logprobs.Append(std::move(later.logprobs));

@@ -106,6 +106,9 @@ struct GenerateInput : RequestBase {
   LogprobParams logprobs;
   std::string cache_salt;
   bool bypass_prefix_cache = false;
+  // Guesses at the tokens of the first samples.
+  std::vector<std::vector<TokenId>> drafts;
+  bool ngram_drafts = false;  // also guess from the prompt's and the samples' own texts
 };
 
 struct ScoreInput : RequestBase {
@@ -125,6 +128,9 @@ struct RequestHandle {
 };
 
 struct VersionSpan {
+  // adapter: nullptr: the base.
+  static VersionSpan Of(const adapter::LoadedAdapter* adapter, uint32_t begin, uint32_t end);
+
   std::string adapter;  // empty: base
   int64_t version = 0;
   std::string digest;
@@ -140,13 +146,21 @@ struct Logprobs {
   std::vector<float> chosen;        // [positions, chosen ids]
 
   void Append(Logprobs&& other);
+  // Keeps the first `count` of `positions` positions.
+  void Keep(size_t count, size_t positions);
 };
 
 struct Usage {
+  struct Drafts {
+    uint32_t tokens = 0;    // verified
+    uint32_t accepted = 0;  // of them, those that were right
+  };
+
   uint32_t prompt_tokens = 0;
   uint32_t cached_prompt_tokens = 0;
   uint32_t generated_tokens = 0;
   uint32_t preemptions = 0;
+  Drafts drafts;
   absl::Duration queue_time, time_to_first_token, total_time;
 };
 
@@ -220,6 +234,8 @@ struct EngineLimits {
   int32_t max_logit_biases = 0;
   int32_t max_allowed_ids = 0;
   int32_t max_bad_word_tokens = 0;
+  int64_t max_draft_tokens = 0;  // of all samples
+  bool ngram_drafts = false;     // of requests that do not say
   int64_t max_score_tokens = 0;  // sum over sequences × adapters of one Score
   int32_t max_queued_requests = 0;
   int64_t max_queued_tokens = 0;

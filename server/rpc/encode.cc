@@ -89,6 +89,8 @@ void Encode(const engine::Finish& finish, v1::Finish* to) {
   usage->set_cached_prompt_tokens(finish.usage.cached_prompt_tokens);
   usage->set_generated_tokens(finish.usage.generated_tokens);
   usage->set_preemptions(finish.usage.preemptions);
+  usage->set_draft_tokens(finish.usage.drafts.tokens);
+  usage->set_accepted_draft_tokens(finish.usage.drafts.accepted);
   EncodeDuration(finish.usage.queue_time, usage->mutable_queue_time());
   EncodeDuration(finish.usage.time_to_first_token, usage->mutable_time_to_first_token());
   EncodeDuration(finish.usage.total_time, usage->mutable_total_time());

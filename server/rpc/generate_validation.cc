@@ -185,6 +185,31 @@ std::vector<int32_t> ReadPrompt(const v1::GenerateRequest& request,
   return ids;
 }
 
+std::vector<std::vector<int32_t>> ReadDrafts(const v1::GenerateRequest& request, int64_t n,
+                                             const engine::EngineLimits& limits,
+                                             Violations* violations) {
+  std::vector<std::vector<int32_t>> drafts;
+  int64_t bytes = 0;
+  for (const v1::TokenSequence& draft : request.drafts()) {
+    bytes += static_cast<int64_t>(draft.token_ids().size());
+  }
+  if (request.drafts_size() > n) {
+    Add(violations, "drafts", "DRAFTS_TOO_MANY",
+        absl::StrCat(request.drafts_size(), " drafts are more than ", n, " samples"));
+  } else if (bytes / kIdBytes > limits.max_draft_tokens) {
+    Add(violations, "drafts", "DRAFTS_TOO_MANY",
+        absl::StrCat(bytes / kIdBytes, " tokens of drafts are more than ",
+                     limits.max_draft_tokens));
+  } else {
+    for (int i = 0; i < request.drafts_size(); ++i) {
+      drafts.push_back(ReadIds(absl::StrCat("drafts[", i, "].token_ids"),
+                               request.drafts(i).token_ids(), limits.max_draft_tokens,
+                               "DRAFTS_TOO_MANY", limits.vocab_size, violations));
+    }
+  }
+  return drafts;
+}
+
 }  // namespace
 
 int64_t MaxGenerateBytes(const RequestLimits& limits) {
@@ -193,7 +218,7 @@ int64_t MaxGenerateBytes(const RequestLimits& limits) {
   const int64_t ids = engine.context_length + engine.max_stop_ids + engine.max_chosen_ids +
                       int64_t{engine.max_stop_sequences} * engine.max_stop_sequence_tokens +
                       2 * engine.max_logit_biases + engine.max_allowed_ids +
-                      3 * engine.max_bad_word_tokens;
+                      3 * engine.max_bad_word_tokens + engine.max_draft_tokens;
   return kMaxRequestFraming + ids * kIdBytes + MaxImageBytes(engine.images);
 }
 
@@ -223,6 +248,7 @@ absl::StatusOr<engine::GenerateInput> ParseGenerate(const v1::GenerateRequest& r
   } else {
     input.n = static_cast<int32_t>(n);
   }
+  input.drafts = ReadDrafts(request, input.n, limits.engine, &violations);
   input.sampling =
       ReadSampling(request.sampling(), limits.engine.vocab_size, defaults.seed, &violations);
   input.logits = ReadLogitParams(request.sampling(), limits.engine, &violations);
@@ -253,6 +279,8 @@ absl::StatusOr<engine::GenerateInput> ParseGenerate(const v1::GenerateRequest& r
   if (!violations.empty()) return MakeInvalid("GenerateRequest", std::move(violations));
   input.cache_salt = request.cache_salt();
   input.bypass_prefix_cache = request.bypass_prefix_cache();
+  input.ngram_drafts =
+      request.has_ngram_drafts() ? request.ngram_drafts() : limits.engine.ngram_drafts;
   input.priority = request.priority();
   return input;
 }

@@ -55,7 +55,7 @@ class DecodeStep {
       sequence.position = context;
       sequence.pages = row.pages;
       sequence.state = row.state;
-      sequence.sample = &row.want;
+      sequence.samples = {&row.want, 1};
       sequence.adapter = adapter;
       sequences_.push_back(sequence);
     }

@@ -319,7 +319,7 @@ class Bench {
       sequences[i].position = c.context;
       sequences[i].pages = pages[i];
       sequences[i].state = states[i];
-      sequences[i].sample = &wants[i];
+      sequences[i].samples = {&wants[i], 1};
       sequences[i].adapter = c.deal[i % c.deal.size()];
     }
     std::vector<double> times;

@@ -48,7 +48,7 @@ class TimedRunner final : public ModelRunner {
     }
     std::vector<StepOutput> outputs(sequences);
     for (StepOutput& output : outputs) {
-      output.token = 1;
+      output.tokens = {1};
       output.logprobs.logprobs = {-1.0f};
     }
     return outputs;

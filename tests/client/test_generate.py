@@ -33,6 +33,7 @@ def test_sends_only_what_was_set(client, server):
         assert not request.sampling.HasField(name), name
     assert not request.stop.HasField("max_tokens") and not request.HasField("priority")
     assert not request.HasField("truncate_prompt_tokens")
+    assert not request.drafts and not request.HasField("ngram_drafts")
     assert request.response_mode == inference_pb2.RESPONSE_MODE_FINAL
 
 
@@ -61,6 +62,8 @@ def test_sends_every_option(client, server):
         bypass_prefix_cache=True,
         priority=-3,
         request_id="r1",
+        drafts=[[3], np.array([4])],
+        ngram_drafts=False,
     )
     request = server.generate_calls[0]
     assert request.adapter == "a@1" and request.request_id == "r1" and request.priority == -3
@@ -71,6 +74,8 @@ def test_sends_every_option(client, server):
     assert request.truncate_prompt_tokens == 12 and request.logprobs.prompt
     assert request.logprobs.mode == inference_pb2.LOGPROB_MODE_PROCESSED
     assert request.cache_salt == "s" and request.bypass_prefix_cache
+    assert [d.token_ids for d in request.drafts] == [b"\3\0\0\0", b"\4\0\0\0"]
+    assert request.HasField("ngram_drafts") and not request.ngram_drafts
 
 
 def test_logprobs_of_the_prompt_belong_to_all_samples(client):

@@ -55,6 +55,7 @@ rpc::RequestLimits Limits() {
                    .max_logit_biases = 6,
                    .max_allowed_ids = 7,
                    .max_bad_word_tokens = 8,
+                   .max_draft_tokens = 9,
                    .max_score_tokens = 256,
                    .max_queued_requests = 16,
                    .max_queued_tokens = 1024};
@@ -103,6 +104,10 @@ void Check(const v1::GenerateRequest& request) {
     CheckIds(word, static_cast<size_t>(limits.max_bad_word_tokens));
   }
   DORAD_CHECK(bad_tokens <= static_cast<size_t>(limits.max_bad_word_tokens));
+  DORAD_CHECK(input->drafts.size() <= static_cast<size_t>(input->n));
+  for (const std::vector<int32_t>& draft : input->drafts) {
+    CheckIds(draft, static_cast<size_t>(limits.max_draft_tokens));
+  }
   DORAD_CHECK(logits.presence_penalty >= -2 && logits.presence_penalty <= 2);
   DORAD_CHECK(logits.frequency_penalty >= -2 && logits.frequency_penalty <= 2);
   DORAD_CHECK(logits.repetition_penalty > 0 && logits.repetition_penalty <= 100);

@@ -203,6 +203,57 @@ def test_preempted_equals_alone(setup: Setup) -> None:
         assert [bits(sample) for sample in samples] == setup.alone
 
 
+def guesses(setup: Setup, kind: str) -> list[dict]:
+    """Drafts for each request: its answer, the answer with some tokens replaced, lost or added, or
+    tokens that have nothing to do with it."""
+    rng = np.random.default_rng(8)
+    drafts = []
+    for tokens, *_ in setup.alone:
+        guess = list(tokens)
+        if kind == "close":
+            guess[4] = int(rng.integers(6, tiny_models.VOCAB))
+            del guess[12:14]
+            guess[20:20] = rng.integers(6, tiny_models.VOCAB, size=int(rng.integers(1, 4))).tolist()
+        elif kind == "hostile":
+            guess = rng.integers(0, tiny_models.VOCAB, size=3 * NEW_TOKENS).tolist()
+            guess[0] = tokens[0]
+        drafts.append(dict(drafts=[guess], ngram_drafts=kind == "hostile"))
+    return drafts
+
+
+def run_drafted(server: Server, setup: Setup, kind: str, **changes) -> list[Sample]:
+    drafts = guesses(setup, kind)
+    together = [r | changes | d for r, d in zip(requests(), drafts, strict=True)]
+    return [samples[0] for samples in server.wire.generate_many(together)]
+
+
+@pytest.mark.parametrize("kind", ["right", "close", "hostile"])
+def test_drafts_leave_no_trace(setup: Setup, kind: str) -> None:
+    ways = [
+        run_drafted(setup.server, setup, kind),
+        run_drafted(setup.server, setup, kind, mode=STREAM),
+        *(run_drafted(setup.server, setup, kind, bypass=False, salt=kind) for _ in range(2)),
+    ]
+    before = steps(setup.server)
+    together = zip(requests(), guesses(setup, kind), strict=True)
+    ways.append([setup.server.wire.generate(**r | draft)[0] for r, draft in together])
+    taken = steps(setup.server) - before
+    # Chunks of prompts and drafts, and sequences that lose their pages.
+    settings = {"engine.kv_bytes": few_pages(setup), "engine.max_step_tokens": 24}
+    with setup.another(**settings) as server:
+        ways.append(run_drafted(server, setup, kind))
+        assert server.metric("dorad_engine_preemptions_total") > 0
+    for samples in ways:
+        assert [bits(sample) for sample in samples] == setup.alone
+    accepted = [s.finish.usage.accepted_draft_tokens for samples in ways for s in samples]
+    if "qwen35" in setup.model.name:
+        assert sum(accepted) == 0, "a recurrence takes no drafts"
+    elif kind == "right":
+        assert min(accepted[: 5 * 16]) > NEW_TOKENS / 2 and taken < setup.alone_steps / 3
+    elif kind == "close":
+        assert sum(accepted) > 4 * 16 * NEW_TOKENS / 4
+
+
 def test_thread_count_changes_nothing(setup: Setup) -> None:
     with setup.another(**{"engine.threads": 1}) as server:
         assert [bits(sample) for sample in run_batch(server)] == setup.alone

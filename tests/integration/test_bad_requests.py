@@ -26,6 +26,7 @@ def server(zoo):
         "limits.max_logit_biases": 9,
         "limits.max_allowed_ids": 11,
         "limits.max_bad_word_tokens": 6,
+        "limits.max_draft_tokens": 7,
         "limits.max_score_tokens": 2000,
         "engine.kv_bytes": 32 << 20,
     }
@@ -86,6 +87,9 @@ BAD_GENERATES = [
     bad("empty-bad-word", "bad_words", bad_words=[[5], []]),
     bad("bad-word-out-of-range", "bad_words", bad_words=[[5, VOCAB]]),
     bad("too-many-bad-words", "bad_words", bad_words=[[5, 6, 7], [8, 9, 10], [11]]),
+    bad("more-drafts-than-samples", "drafts", drafts=[[5], [6]]),
+    bad("too-many-draft-tokens", "drafts", drafts=[[5] * 8]),
+    bad("draft-out-of-range", "drafts", drafts=[[5, VOCAB]]),
     bad("stop-id-out-of-range", "stop_token_ids", stop=[VOCAB]),
     bad("too-many-stop-ids", "stop_token_ids", stop=list(range(9))),
     bad("too-many-stop-sequences", "stop_sequences", stop_sequences=[[5]] * 5),

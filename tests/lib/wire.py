@@ -172,6 +172,8 @@ def generate_request(
     logit_bias: dict[int, float] | None = None,
     allowed: Sequence[int] = (),
     bad_words: Sequence[Sequence[int]] = (),
+    drafts: Sequence[Sequence[int]] = (),
+    ngram_drafts: bool | None = None,
     **penalties: float,
 ) -> inference_pb2.GenerateRequest:
     """logprobs: a LogprobMode; None asks for none. penalties: presence_penalty and so on."""
@@ -217,6 +219,8 @@ def generate_request(
         priority=priority,
         in_flight_policy=in_flight,
         truncate_prompt_tokens=truncate,
+        drafts=[inference_pb2.TokenSequence(token_ids=pack_ids(draft)) for draft in drafts],
+        ngram_drafts=ngram_drafts,
     )
 
 

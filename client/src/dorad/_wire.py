@@ -143,6 +143,8 @@ def generate_request(request: t.GenerateRequest, *, stream: bool) -> inference_p
         in_flight_policy=_in_flight_policy(request.in_flight_policy),
         request_id=request.request_id,
         truncate_prompt_tokens=request.truncate_prompt_tokens,
+        drafts=token_sequences(request.drafts or (), "drafts"),
+        ngram_drafts=request.ngram_drafts,
     )
     if _wants_logprobs(request):
         message.logprobs.CopyFrom(
@@ -204,6 +206,8 @@ def _finish(message: inference_pb2.Finish) -> t.Finish:
             cached_prompt_tokens=usage.cached_prompt_tokens,
             generated_tokens=usage.generated_tokens,
             preemptions=usage.preemptions,
+            draft_tokens=usage.draft_tokens,
+            accepted_draft_tokens=usage.accepted_draft_tokens,
             queue_time=_seconds(usage.queue_time),
             time_to_first_token=_seconds(usage.time_to_first_token),
             total_time=_seconds(usage.total_time),

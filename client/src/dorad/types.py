@@ -97,6 +97,11 @@ class GenerateOptions(TypedDict, total=False):
     """Also the raw log-probabilities of the prompt's tokens (implies "raw", too)."""
     truncate_prompt_tokens: int | None
     """Keep this many tokens at the end of a longer prompt."""
+    drafts: Sequence[TokenIds] | None
+    """Guesses at the tokens of the first samples, such as the answers to the same prompt and seed
+    under the adapter's last version. They change the time, and nothing else."""
+    ngram_drafts: bool | None
+    """Also guess from repetitions in the prompt and the samples; default: the server's setting."""
     cache_salt: str
     """Prefix-cache entries are shared only between requests of equal salt."""
     bypass_prefix_cache: bool
@@ -166,6 +171,8 @@ class GenerateRequest:
     chosen_token_ids: TokenIds | None = None
     prompt_logprobs: bool = False
     truncate_prompt_tokens: int | None = None
+    drafts: Sequence[TokenIds] | None = None
+    ngram_drafts: bool | None = None
     cache_salt: str = ""
     bypass_prefix_cache: bool = False
     priority: int | None = None
@@ -208,6 +215,10 @@ class Usage:
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    draft_tokens: int = 0
+    """Tokens of guesses that the server verified."""
+    accepted_draft_tokens: int = 0
+    """Of them, those that were right."""
     queue_time: float = 0.0
     time_to_first_token: float = 0.0
     total_time: float = 0.0

@@ -62,7 +62,7 @@ void SampleRows(absl::Span<const WantedRow> rows, const float* logits, int64_t v
   std::vector<ops::SampleSpec> specs;
   std::vector<std::vector<float>> adjusted(rows.size());
   for (size_t i = 0; i < rows.size(); ++i) {
-    const SampleWant& want = *sequences[rows[i].sequence].sample;
+    const SampleWant& want = sequences[rows[i].sequence].samples[rows[i].want];
     specs.push_back(ToOps(want));
     if (want.logits == nullptr) continue;
     adjusted[i] = AdjustedLogits({logits + i * vocab_size, static_cast<size_t>(vocab_size)}, want);
@@ -72,8 +72,7 @@ void SampleRows(absl::Span<const WantedRow> rows, const float* logits, int64_t v
       ops::Sample(Wrap(logits, rows.size(), vocab_size), specs);
   for (size_t i = 0; i < rows.size(); ++i) {
     StepOutput& output = (*outputs)[rows[i].sequence];
-    output.token = results[i].token;
-    output.finite = results[i].finite;
+    output.tokens.push_back(results[i].finite ? results[i].token : StepOutput::kNotFinite);
     AppendPosition(std::move(results[i]), specs[i].logprob_mode != ops::LogprobMode::kNone,
                    &output.logprobs);
   }
@@ -84,7 +83,7 @@ void ScoreRows(absl::Span<const WantedRow> rows, const float* logits, int64_t vo
   std::vector<ops::ScoreSpec> specs;
   for (const WantedRow& row : rows) {
     const ScoreWant& want = *sequences[row.sequence].score;
-    specs.push_back({want.targets[row.chunk_row], want.temperature, want.top_k, want.chosen_ids});
+    specs.push_back({want.targets[row.want], want.temperature, want.top_k, want.chosen_ids});
   }
   std::vector<ops::SampleResult> results = ops::Score(Wrap(logits, rows.size(), vocab_size), specs);
   for (size_t i = 0; i < rows.size(); ++i) {

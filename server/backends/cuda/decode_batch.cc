@@ -46,7 +46,7 @@ bool DecodeBatch::Takes(absl::Span<const engine::StepSequence> sequences) {
   return sequences.size() <= kMaxRows &&
          std::all_of(sequences.begin(), sequences.end(), [](const engine::StepSequence& s) {
            const bool is_image = s.follows < 0 && !s.tokens.empty() && s.tokens[0] < 0;
-           return s.sample != nullptr && s.tokens.size() == 1 && !is_image;
+           return !s.samples.empty() && s.tokens.size() == 1 && !is_image;
          });
 }
 

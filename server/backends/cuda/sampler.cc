@@ -90,10 +90,10 @@ struct Sampler::Specs {
     return row;
   }
 
-  Row Add(const engine::ScoreWant& want, int64_t chunk_row) {
+  Row Add(const engine::ScoreWant& want, int64_t index) {
     Row row;
     kernels::ScoreRowSpec& spec = scores.emplace_back();
-    spec.target = want.targets[chunk_row];
+    spec.target = want.targets[index];
     spec.temperature = want.temperature;
     AddLogprobs(want.top_k, want.chosen_ids, &spec, &row);
     return row;
@@ -149,11 +149,11 @@ absl::Status Sampler::Begin(const engine::StepBatch& batch,
     step.sampled.index[wanted.sequence] = static_cast<int32_t>(step.rows.size());
     const StepSequence& sequence = sequences[wanted.sequence];
     const int32_t newest = sequence.follows < 0 ? -1 : sampled().index[sequence.follows];
-    step.rows.push_back(specs.Add(*sequence.sample, newest));
+    step.rows.push_back(specs.Add(sequence.samples[wanted.want], newest));
     step.rows.back().sequence = wanted.sequence;
   }
   for (const WantedRow& wanted : batch.scores) {
-    step.rows.push_back(specs.Add(*sequences[wanted.sequence].score, wanted.chunk_row));
+    step.rows.push_back(specs.Add(*sequences[wanted.sequence].score, wanted.want));
     step.rows.back().sequence = wanted.sequence;
   }
   for (const Row& row : step.rows) step.max_top = std::max(step.max_top, row.top);
@@ -282,8 +282,12 @@ absl::StatusOr<std::vector<StepOutput>> Sampler::Finish() {
   for (size_t i = 0; i < step.rows.size(); ++i) {
     const Row& row = step.rows[i];
     StepOutput& output = outputs[row.sequence];
-    if (row.token) output.token = host.as<int32_t>(at.tokens)[i];
-    output.finite = output.finite && host.as<uint8_t>(at.finite)[i] != 0;
+    const bool finite = host.as<uint8_t>(at.finite)[i] != 0;
+    if (row.token) {
+      output.tokens.push_back(finite ? host.as<int32_t>(at.tokens)[i] : StepOutput::kNotFinite);
+    } else {
+      output.finite = output.finite && finite;
+    }
     engine::Logprobs& to = output.logprobs;
     if (row.logprob) to.logprobs.push_back(host.as<float>(at.logprobs)[i]);
     const int32_t* top_ids = host.as<int32_t>(at.top_ids) + i * step.max_top;

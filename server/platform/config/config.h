@@ -43,6 +43,7 @@ struct EngineConfig {
   // Of images' pixels in host memory, and of their features in the device's.
   int64_t image_cache_bytes = int64_t{1} << 30;
   bool prefix_cache = true;
+  bool ngram_drafts = false;  // of requests that do not say
   bool deterministic = true;
   double gpu_share = 1.0;                // the largest share of time for steps; also on the CPU
   std::string stream_priority = "high";  // of steps on a GPU: "high", "normal", "low"
@@ -71,6 +72,7 @@ struct LimitsConfig {
   int64_t max_logit_biases = 1024;
   int64_t max_allowed_ids = 4096;
   int64_t max_bad_word_tokens = 4096;
+  int64_t max_draft_tokens = 1 << 18;  // of all samples of a request
   int64_t max_score_tokens = 1 << 20;
   int64_t max_queued_requests = 4096;
   int64_t max_queued_tokens = 4 << 20;

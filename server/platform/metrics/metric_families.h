@@ -121,6 +121,10 @@ struct RequestMetrics {
         first_token(Histograms(r, "dorad_time_to_first_token_seconds",
                                "Time from admission to the first token of a request.")
                         .Add({}, FirstTokenBuckets())),
+        drafted(BySource(Counters(r, "dorad_draft_tokens_total",
+                                  "Guessed tokens that steps verified, by source."))),
+        accepted(BySource(Counters(r, "dorad_draft_accepted_tokens_total",
+                                   "Guessed tokens that were right, by source."))),
         inter_token(Histograms(r, "dorad_inter_token_latency_seconds",
                                "Time between two consecutive tokens of a sample.")
                         .Add({}, TokenBuckets())) {}
@@ -132,7 +136,14 @@ struct RequestMetrics {
   Labelled<Counter, 1> samples;
   prometheus::Family<Counter>& prompt_tokens;
   Counter &computed, &cached, &generated, &scored;
-  Histogram &queue, &first_token, &inter_token;
+  Histogram &queue, &first_token;
+  const std::array<Counter*, 2> drafted, accepted;  // in the order of DraftSource
+  Histogram& inter_token;
+
+ private:
+  static std::array<Counter*, 2> BySource(prometheus::Family<Counter>& family) {
+    return {&family.Add({{"source", "answer"}}), &family.Add({{"source", "ngram"}})};
+  }
 };
 
 struct EngineMetrics {

@@ -130,6 +130,12 @@ void Metrics::TimeToFirstToken(absl::Duration time) {
   impl_->requests.first_token.Observe(Seconds(time));
 }
 
+void Metrics::DraftTokens(DraftSource source, int64_t verified, int64_t accepted) {
+  const auto index = static_cast<size_t>(source);
+  impl_->requests.drafted[index]->Increment(static_cast<double>(verified));
+  impl_->requests.accepted[index]->Increment(static_cast<double>(accepted));
+}
+
 void Metrics::InterTokenLatency(absl::Duration time, int64_t tokens) {
   const double seconds = Seconds(time);
   for (int64_t i = 0; i < tokens; ++i) impl_->requests.inter_token.Observe(seconds);

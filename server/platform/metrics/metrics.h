@@ -18,6 +18,10 @@ namespace dorad {
 
 enum class RequestKind { kGenerate, kScore };
 
+// Where a guess at a sample's next tokens is from: the answer that the caller expects, or n-grams
+// of the request's texts.
+enum class DraftSource { kAnswer, kNgram };
+
 // The phases of the engine's thread in a step: choose the rows, pass them to the runner, compute or
 // wait for the results, process the results.
 enum class StepPhase { kSchedule, kLaunch, kCompute, kProcess };
@@ -52,6 +56,9 @@ class Metrics {
   void TimeToFirstToken(absl::Duration time);
   // `tokens` tokens were generated, each `time` after its predecessor in its own sample.
   void InterTokenLatency(absl::Duration time, int64_t tokens);
+
+  // Verified tokens of guesses, and of them those that were right.
+  void DraftTokens(DraftSource source, int64_t verified, int64_t accepted);
 
   // --- Engine. One call a step.
   struct Step {

@@ -69,6 +69,12 @@ constexpr Alias kAliases[] = {
     {"vllm:request_queue_time_seconds",
      "Time from admission to the first step.",
      {"dorad_request_queue_seconds"}},
+    {"vllm:spec_decode_num_draft_tokens_total",
+     "Guessed tokens that steps verified.",
+     {"dorad_draft_tokens_total"}},
+    {"vllm:spec_decode_num_accepted_tokens_total",
+     "Guessed tokens that were right.",
+     {"dorad_draft_accepted_tokens_total"}},
     {"vllm:iteration_tokens_total", "Tokens computed in one step.", {"dorad_engine_step_tokens"}},
 };
 

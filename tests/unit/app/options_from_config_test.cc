@@ -58,6 +58,8 @@ TEST(OptionsFromConfigTest, TheEngineGetsItsLimitsAndTheModels) {
   config.limits.max_logit_biases = 16;
   config.limits.max_allowed_ids = 17;
   config.limits.max_bad_word_tokens = 18;
+  config.limits.max_draft_tokens = 19;
+  config.engine.ngram_drafts = true;
   config.limits.max_score_tokens = 8;
   config.limits.max_queued_requests = 9;
   config.limits.max_queued_tokens = 10;
@@ -81,6 +83,8 @@ TEST(OptionsFromConfigTest, TheEngineGetsItsLimitsAndTheModels) {
   EXPECT_EQ(options.max_logit_biases, 16);
   EXPECT_EQ(options.max_allowed_ids, 17);
   EXPECT_EQ(options.max_bad_word_tokens, 18);
+  EXPECT_EQ(options.max_draft_tokens, 19);
+  EXPECT_TRUE(options.ngram_drafts);
   EXPECT_EQ(options.max_score_tokens, 8);
   EXPECT_EQ(options.max_queued_requests, 9);
   EXPECT_EQ(options.max_queued_tokens, 10);

@@ -12,7 +12,7 @@ class DecodeBatchTest : public ::testing::Test {
   StepSequence Decoding() const {
     StepSequence sequence;
     sequence.tokens = absl::MakeConstSpan(tokens_).subspan(0, 1);
-    sequence.sample = &sample_;
+    sequence.samples = {&sample_, 1};
     return sequence;
   }
 
@@ -41,7 +41,7 @@ TEST_F(DecodeBatchTest, LeavesPrefillAndScoresToOtherBatches) {
   sequences[1].tokens = tokens_;
   EXPECT_FALSE(DecodeBatch::Takes(sequences));
   sequences[1] = Decoding();
-  sequences[1].sample = nullptr;
+  sequences[1].samples = {};
   sequences[1].score = &score_;
   EXPECT_FALSE(DecodeBatch::Takes(sequences));
 }

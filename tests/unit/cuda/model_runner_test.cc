@@ -133,7 +133,7 @@ class CudaModelRunnerTest : public kernels::KernelTest, public testing::WithPara
       const std::vector<StepOutput> outputs = Must(runner->Finish());
       for (size_t i = 0; i < outputs.size(); ++i) {
         Line& line = *in_flight.front()[i];
-        line.tokens.push_back(outputs[i].token);
+        line.tokens.push_back(outputs[i].tokens.at(0));
         for (const float value : outputs[i].logprobs.logprobs) line.logprobs.push_back(value);
         for (const float value : outputs[i].logprobs.top_logprobs) line.logprobs.push_back(value);
       }
@@ -163,7 +163,7 @@ class CudaModelRunnerTest : public kernels::KernelTest, public testing::WithPara
         s.pages = line.pages;
         s.state = line.state;
         s.adapter = line.adapter;
-        s.sample = &line.want;
+        s.samples = {&line.want, 1};
         line.index = static_cast<int32_t>(sequences.size());
         sequences.push_back(s);
       }
@@ -244,14 +244,14 @@ TEST_P(CudaModelRunnerTest, RowsOfLargeBatchesHaveTheBitsOfSmallOnes) {
           s.pages = line.pages;
           s.state = line.state;
           s.adapter = line.adapter;
-          s.sample = &line.want;
+          s.samples = {&line.want, 1};
           sequences.push_back(s);
         }
         EXPECT_TRUE(runner->Begin(sequences).ok());
         const std::vector<StepOutput> outputs = Must(runner->Finish());
         for (int i = first; i < end; ++i) {
           const StepOutput& output = outputs[i - first];
-          lines[i].tokens.push_back(output.token);
+          lines[i].tokens.push_back(output.tokens.at(0));
           for (const float value : output.logprobs.logprobs) lines[i].logprobs.push_back(value);
         }
       }
@@ -315,14 +315,14 @@ TEST_P(CudaModelRunnerTest, RowsOfOthersAndCopiedPagesGiveTheSameBits) {
         if (step > 0) s.state = states[i + 1 < most ? 1 : 2];
         if (step == 1) s.state_from = states[0];
         s.adapter = line.adapter;
-        s.sample = &line.want;
+        s.samples = {&line.want, 1};
         sequences.push_back(s);
         in_step.push_back(&line);
       }
       ASSERT_TRUE(runner->Begin(sequences).ok());
       const std::vector<StepOutput> outputs = Must(runner->Finish());
       for (size_t i = 0; i < outputs.size(); ++i) {
-        in_step[i]->tokens.push_back(outputs[i].token);
+        in_step[i]->tokens.push_back(outputs[i].tokens.at(0));
         for (const float value : outputs[i].logprobs.logprobs) {
           in_step[i]->logprobs.push_back(value);
         }

@@ -223,6 +223,11 @@ TEST_F(InFlightTest, RandomActivationsReplayExactly) {
       input.sampling.seed = random();
       input.priority = below(2);
       input.bypass_prefix_cache = below(4) == 0;
+      for (int sample = below(3); sample > 0; --sample) {
+        SampleText guess = Expected(input, sample, 512);
+        guess.tokens[below(static_cast<int>(guess.tokens.size()))] = 5;
+        input.drafts.push_back(std::move(guess.tokens));
+      }
       r.sampling = input.sampling;
       r.stream = Submit(std::move(input));
       running.push_back(std::move(r));

@@ -65,11 +65,12 @@ class LogitParamsTest : public EngineTest {
   void Record() {
     runner_->on_begin = [this](absl::Span<const StepSequence> sequences) {
       for (const StepSequence& s : sequences) {
-        if (s.sample == nullptr) continue;
-        Told& told = told_[s.sample->position];
-        told = {};
-        told.follows = s.follows >= 0;
-        for (const TokenUse& use : s.sample->uses) told.uses[use.id] = use.count;
+        for (const SampleWant& sample : s.samples) {
+          Told& told = told_[sample.position];
+          told = {};
+          told.follows = s.follows >= 0;
+          for (const TokenUse& use : sample.uses) told.uses[use.id] = use.count;
+        }
       }
       return absl::OkStatus();
     };
@@ -120,9 +121,10 @@ TEST_F(LogitParamsTest, RequestsWithoutThemTellNothing) {
   bool told = false;
   runner_->on_begin = [&](absl::Span<const StepSequence> sequences) {
     for (const StepSequence& s : sequences) {
-      if (s.sample == nullptr) continue;
-      told = told || s.sample->logits != nullptr || !s.sample->uses.empty() ||
-             !s.sample->banned.empty() || !s.sample->conditional_bans.empty();
+      for (const SampleWant& sample : s.samples) {
+        told = told || sample.logits != nullptr || !sample.uses.empty() || !sample.banned.empty() ||
+               !sample.conditional_bans.empty();
+      }
     }
     return absl::OkStatus();
   };

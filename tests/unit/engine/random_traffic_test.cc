@@ -50,6 +50,18 @@ void AddStopSequence(uint32_t choice, GenerateInput* input, std::vector<SampleTe
   input->stop.stop_sequences = {stop};
 }
 
+// The sample's tokens, some of them wrong, some lost: a guess that is right in parts.
+std::vector<TokenId> Guess(std::mt19937* random, const SampleText& sample) {
+  std::vector<TokenId> guess = sample.tokens;
+  for (uint32_t i = 0; i < (*random)() % 4; ++i) {
+    const size_t place = (*random)() % guess.size();
+    if ((*random)() % 2 == 0) guess[place] = static_cast<TokenId>((*random)() % kFakeVocab);
+    if ((*random)() % 3 == 0) guess.erase(guess.begin() + place);
+    if (guess.empty()) break;
+  }
+  return guess;
+}
+
 // Of a few images, one or two where the prompt has room for them.
 void AddImages(std::mt19937* random, ImageStore* store, GenerateInput* input) {
   std::vector<std::vector<PlacedImage>> prompts(1);
@@ -137,6 +149,10 @@ TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
         p.expected.push_back(Expected(input, s, engine_->limits().context_length,
                                       /*stop_at_eos=*/!input.stop.ignore_eos));
       }
+      for (int s = 0; s < input.n && random() % 3 > 0; ++s) {
+        input.drafts.push_back(Guess(&random, p.expected[s]));
+      }
+      input.ngram_drafts = random() % 2;
       if (random() % 3 == 0) AddStopSequence(random(), &input, &p.expected);
       const std::string id = input.request_id;
       if (random() % 12 == 0) {  // last, since it begins here

@@ -56,24 +56,36 @@ TEST_F(StepBatchTest, EveryAdapterHasOneRange) {
 
 TEST_F(StepBatchTest, WantsTheLastRowOfASampleAndEveryRowOfAScore) {
   std::vector<StepSequence> sequences = {Sequence(3, -1), Sequence(2, -1), Sequence(2, -1)};
-  sequences[0].sample = &sample_;
+  sequences[0].samples = {&sample_, 1};
   sequences[1].score = &score_;
   const StepBatch batch(sequences);
   ASSERT_EQ(batch.samples.size(), 1);
   EXPECT_EQ(batch.samples[0].row, 2);
   EXPECT_EQ(batch.samples[0].sequence, 0);
-  EXPECT_EQ(batch.samples[0].chunk_row, 2);
+  EXPECT_EQ(batch.samples[0].want, 0);
   ASSERT_EQ(batch.scores.size(), 2);
   EXPECT_EQ(batch.scores[0].row, 3);
   EXPECT_EQ(batch.scores[1].row, 4);
   EXPECT_EQ(batch.scores[1].sequence, 1);
-  EXPECT_EQ(batch.scores[1].chunk_row, 1);
+  EXPECT_EQ(batch.scores[1].want, 1);
+}
+
+TEST_F(StepBatchTest, SeveralSamplesAreThoseOfTheLastRows) {
+  const std::vector<SampleWant> wants(3);
+  std::vector<StepSequence> sequences = {Sequence(1, -1), Sequence(5, -1)};
+  sequences[1].samples = wants;
+  const StepBatch batch(sequences);
+  ASSERT_EQ(batch.samples.size(), 3);
+  for (int64_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(batch.samples[i].row, 3 + i);
+    EXPECT_EQ(batch.samples[i].want, i);
+  }
 }
 
 TEST_F(StepBatchTest, ASequenceWithoutRowsSamplesFromAnothersLastOne) {
   std::vector<StepSequence> sequences = {Sequence(2, 1), Sequence(0, 1), Sequence(1, 0),
                                          Sequence(0, 1)};
-  for (StepSequence& s : sequences) s.sample = &sample_;
+  for (StepSequence& s : sequences) s.samples = {&sample_, 1};
   sequences[1].row_of = sequences[3].row_of = 0;
   const StepBatch batch(sequences);
   EXPECT_EQ(batch.rows, 3);
@@ -82,8 +94,6 @@ TEST_F(StepBatchTest, ASequenceWithoutRowsSamplesFromAnothersLastOne) {
     const int64_t begin = adapters_[0].get() < adapters_[1].get() ? 1 : 0;  // of adapter 1's rows
     const bool is_of_other = wanted.sequence == 2;
     EXPECT_EQ(wanted.row, is_of_other ? (begin == 1 ? 0 : 2) : begin + 1);
-    const bool owns = wanted.sequence == 0 || is_of_other;
-    EXPECT_EQ(wanted.chunk_row >= 0, owns);
   }
   for (const StepBatch::AdapterRows& range : batch.adapters) EXPECT_LT(range.begin, range.end);
 }

@@ -55,6 +55,8 @@ void PinAll(Metrics* metrics) {
                       .paused = true,
                       .gpu_share = 0.5});
   metrics->PrefixCache(16, 6);
+  metrics->DraftTokens(DraftSource::kAnswer, 30, 20);
+  metrics->DraftTokens(DraftSource::kNgram, 8, 1);
   metrics->NonFiniteLogits();
   metrics->AdapterUsed("policy", {1, 20, 7, 0});
   metrics->SetAdaptersInUse({"a", "b@2"}, {"c"});
@@ -148,6 +150,10 @@ TEST(MetricsTest, ExportsWhatHappened) {
       {"dorad_kv_pages_released", "8"},
       {"dorad_prefix_cache_queried_tokens_total", "16"},
       {"dorad_prefix_cache_hit_tokens_total", "6"},
+      {R"(dorad_draft_tokens_total{source="answer"})", "30"},
+      {R"(dorad_draft_accepted_tokens_total{source="answer"})", "20"},
+      {R"(dorad_draft_tokens_total{source="ngram"})", "8"},
+      {R"(dorad_draft_accepted_tokens_total{source="ngram"})", "1"},
       {"dorad_nonfinite_logits_total", "1"},
       {R"(dorad_adapter_requests_total{adapter="policy"})", "1"},
       {"dorad_adapter_requests_total{adapter=\"(base)\"}", "0"},

@@ -140,6 +140,37 @@ TEST(ParseGenerate, RefusesTooManyChangesOfLogits) {
                           "sampling.bad_words BAD_WORDS_TOO_MANY"));
 }
 
+TEST(ParseGenerate, ReadsDraftsOfTheFirstSamples) {
+  RequestLimits limits = Limits();
+  v1::GenerateRequest request = GoodGenerate();
+  request.set_n(3);
+  request.add_drafts()->set_token_ids(Pack<int32_t>({4, 5}));
+  request.add_drafts();
+  const auto input = ParseGenerate(request, limits, {});
+  ASSERT_TRUE(input.ok());
+  EXPECT_THAT(input->drafts, ElementsAre(ElementsAre(4, 5), ElementsAre()));
+  EXPECT_FALSE(input->ngram_drafts);
+  limits.engine.ngram_drafts = true;
+  EXPECT_TRUE(ParseGenerate(request, limits, {})->ngram_drafts);
+  request.set_ngram_drafts(false);
+  EXPECT_FALSE(ParseGenerate(request, limits, {})->ngram_drafts);
+}
+
+TEST(ParseGenerate, RefusesBadDrafts) {
+  const auto refusal = [](uint32_t n, std::vector<std::string> drafts) {
+    v1::GenerateRequest request = GoodGenerate();
+    request.set_n(n);
+    for (const std::string& draft : drafts) request.add_drafts()->set_token_ids(draft);
+    return FieldsAndReasons(ParseGenerate(request, Limits(), {}).status());
+  };
+  EXPECT_THAT(refusal(1, {"", ""}), ElementsAre("drafts DRAFTS_TOO_MANY"));
+  EXPECT_THAT(refusal(2, {Ids(std::vector<int32_t>(7)), Ids(std::vector<int32_t>(6))}),
+              ElementsAre("drafts DRAFTS_TOO_MANY"));
+  EXPECT_THAT(refusal(2, {Ids({1}), Ids({2, 100})}),
+              ElementsAre("drafts[1].token_ids[1] TOKEN_ID_OUT_OF_RANGE"));
+  EXPECT_THAT(refusal(1, {"abc"}), ElementsAre("drafts[0].token_ids TOKEN_BYTES_INVALID"));
+}
+
 TEST(ParseGenerate, ARequestByNameMayFollowTheActiveVersion) {
   v1::GenerateRequest request = GoodGenerate();
   request.set_adapter("policy");

@@ -52,15 +52,16 @@ class CountingRunner final : public engine::ModelRunner {
  private:
   static engine::StepOutput Output(const engine::StepSequence& s, engine::TokenId last) {
     engine::StepOutput output;
-    if (s.sample != nullptr) {
-      output.token = (last + 1) % kVocab;
-      if (s.sample->logprobs != nullptr && s.sample->logprobs->mode != engine::LogprobMode::kNone) {
+    if (!s.samples.empty()) {
+      const engine::LogprobParams* const logprobs = s.samples[0].logprobs;
+      output.tokens = {(last + 1) % kVocab};
+      if (logprobs != nullptr && logprobs->mode != engine::LogprobMode::kNone) {
         output.logprobs.logprobs = {-0.5f};
-        for (int k = 0; k < s.sample->logprobs->top_k; ++k) {
+        for (int k = 0; k < logprobs->top_k; ++k) {
           output.logprobs.top_ids.push_back(k);
           output.logprobs.top_logprobs.push_back(-1.0f * k);
         }
-        output.logprobs.chosen.assign(s.sample->logprobs->chosen_ids.size(), -2.0f);
+        output.logprobs.chosen.assign(logprobs->chosen_ids.size(), -2.0f);
       }
     }
     if (s.score != nullptr) {

@@ -24,6 +24,7 @@ inline RequestLimits Limits() {
   limits.engine.max_logit_biases = 4;
   limits.engine.max_allowed_ids = 5;
   limits.engine.max_bad_word_tokens = 6;
+  limits.engine.max_draft_tokens = 12;
   limits.engine.max_score_tokens = 64;
   limits.max_message_bytes = 1 << 20;
   return limits;

@@ -128,12 +128,11 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     for (size_t i = 0; i < step.size(); ++i) {
       const Rows& rows = step[i].row_of >= 0 ? step[step[i].row_of] : step[i];
       DORAD_CHECK(rows.row_of < 0 && step[i].tokens.empty() == (step[i].row_of >= 0));
-      if (step[i].row_of >= 0) outputs[i].finite = outputs[step[i].row_of].finite;
-      SampleOne(step[i], At(rows, rows.position + static_cast<int64_t>(rows.tokens.size()) - 1),
-                &outputs[i]);
+      SampleRows(step[i], rows, &outputs[i]);
     }
     previous_.clear();
-    for (const StepOutput& output : outputs) previous_.push_back(output.token);
+    for (const StepOutput& output : outputs)
+      previous_.push_back(output.tokens.empty() ? -1 : output.tokens.back());
     if (on_step) {
       if (absl::Status status = on_step(); !status.ok()) return status;
     }
@@ -194,6 +193,14 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
   TokenId poison = -1;
 
  private:
+  // A SampleWant that owns what it names.
+  struct Sample {
+    SampleWant want;
+    std::vector<TokenId> banned;
+    std::vector<ConditionalBan> conditional_bans;
+    bool logprobs = false;
+  };
+
   // A StepSequence that owns what it names.
   struct Rows {
     explicit Rows(const StepSequence& s)
@@ -206,13 +213,13 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
           state(s.state.begin(), s.state.end()),
           state_from(s.state_from.begin(), s.state_from.end()),
           adapter(s.adapter) {
-      if (s.sample != nullptr) {
-        sample = *s.sample;
-        banned.assign(s.sample->banned.begin(), s.sample->banned.end());
-        conditional_bans.assign(s.sample->conditional_bans.begin(),
-                                s.sample->conditional_bans.end());
-        logprobs = s.sample->logprobs->mode != LogprobMode::kNone;
+      for (const SampleWant& want : s.samples) {
+        samples.push_back({want,
+                           {want.banned.begin(), want.banned.end()},
+                           {want.conditional_bans.begin(), want.conditional_bans.end()},
+                           want.logprobs->mode != LogprobMode::kNone});
       }
+      DORAD_CHECK(samples.size() <= std::max<size_t>(tokens.size(), 1));
       if (s.score != nullptr) targets.assign(s.score->targets.begin(), s.score->targets.end());
       if (s.images != nullptr) PlaceImages(s);
       for (const TokenId token : tokens) DORAD_CHECK(token >= Image::kNoToken);
@@ -238,10 +245,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     std::vector<int32_t> state;
     std::vector<int32_t> state_from;
     const adapter::LoadedAdapter* adapter;
-    std::optional<SampleWant> sample;
-    std::vector<TokenId> banned;
-    std::vector<ConditionalBan> conditional_bans;
-    bool logprobs = false;
+    std::vector<Sample> samples;
     std::vector<TokenId> targets;
   };
 
@@ -286,9 +290,10 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     }
   }
 
-  static bool IsBanned(const Rows& s, TokenId token) {
+  // last: the row's token.
+  static bool IsBanned(const Sample& s, TokenId last, TokenId token) {
     const auto applies = [&](const ConditionalBan& ban) {
-      return ban.token == token && ban.after == s.tokens.back();
+      return ban.token == token && ban.after == last;
     };
     return std::find(s.banned.begin(), s.banned.end(), token) != s.banned.end() ||
            std::any_of(s.conditional_bans.begin(), s.conditional_bans.end(), applies);
@@ -324,12 +329,22 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     }
   }
 
-  // hash: of the row to sample from.
-  static void SampleOne(const Rows& s, uint64_t hash, StepOutput* output) {
-    if (!s.sample || !output->finite) return;
-    output->token = FakeNext(hash, s.sample->sampling, s.sample->sample_index);
-    while (IsBanned(s, output->token)) output->token = (output->token + 1) % kFakeVocab;
-    if (s.logprobs) output->logprobs.logprobs.push_back(FakeLogprob(hash, output->token));
+  // rows: those of the sequence, or of the one whose last row it samples from.
+  void SampleRows(const Rows& s, const Rows& rows, StepOutput* output) {
+    const size_t first = rows.tokens.size() - s.samples.size();
+    for (size_t i = 0; i < s.samples.size(); ++i) {
+      const Sample& sample = s.samples[i];
+      const int64_t position = rows.position + static_cast<int64_t>(first + i);
+      DORAD_CHECK(sample.want.position == position + 1);
+      const uint64_t hash = At(rows, position);
+      TokenId token = FakeNext(hash, sample.want.sampling, sample.want.sample_index);
+      const TokenId last = rows.tokens.empty() ? -1 : rows.tokens[first + i];
+      while (IsBanned(sample, last, token)) token = (token + 1) % kFakeVocab;
+      const auto begin = rows.tokens.begin();
+      const bool poisoned = std::count(begin, begin + first + i + 1, poison) > 0;
+      output->tokens.push_back(poisoned ? StepOutput::kNotFinite : token);
+      if (sample.logprobs) output->logprobs.logprobs.push_back(FakeLogprob(hash, token));
+    }
   }
 
   std::vector<uint64_t> kv_;

@@ -1,0 +1,94 @@
+#include "server/engine/drafter.h"
+
+#include "server/engine/ngram_index.h"
+#include "tests/unit/support/test.h"
+
+namespace dorad::engine {
+namespace {
+
+std::vector<TokenId> Numbers(TokenId begin, TokenId end) {
+  std::vector<TokenId> numbers;
+  for (; begin < end; ++begin) numbers.push_back(begin);
+  return numbers;
+}
+
+TEST(ExpectedAnswerTest, IsFollowedFromItsFirstToken) {
+  ExpectedAnswer answer(Numbers(0, 10));
+  EXPECT_THAT(answer.Next({}, 3), ElementsAre(0, 1, 2));
+  EXPECT_THAT(answer.Next({0, 1, 2, 3}, 4), ElementsAre(4, 5, 6, 7));
+  EXPECT_THAT(answer.Next({0, 1, 2, 3, 4, 5, 6, 7, 8}, 4), ElementsAre(9));
+  EXPECT_THAT(answer.Next({0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, 4), ElementsAre());
+}
+
+TEST(ExpectedAnswerTest, IsLostAtAnotherTokenAndFoundByThreeEqualOnes) {
+  ExpectedAnswer answer(Numbers(0, 20));
+  std::vector<TokenId> text = {0, 1, 99};
+  EXPECT_THAT(answer.Next(text, 2), ElementsAre());
+  text.insert(text.end(), {3, 4});
+  EXPECT_THAT(answer.Next(text, 2), ElementsAre());
+  text.push_back(5);
+  EXPECT_THAT(answer.Next(text, 2), ElementsAre(6, 7)) << "one token was replaced";
+  text.insert(text.end(), {50, 51, 52, 6, 7, 8});
+  EXPECT_THAT(answer.Next(text, 2), ElementsAre(9, 10)) << "tokens came between";
+  text.insert(text.end(), {14, 15, 16});
+  EXPECT_THAT(answer.Next(text, 2), ElementsAre(17, 18)) << "tokens were left out";
+}
+
+TEST(ExpectedAnswerTest, IsFoundAtTheNearestPlace) {
+  ExpectedAnswer answer({1, 2, 3, 10, 1, 2, 3, 20, 1, 2, 3, 30});
+  std::vector<TokenId> text = {9, 9, 9, 9, 9, 1, 2, 3};
+  EXPECT_THAT(answer.Next(text, 1), ElementsAre(20));
+}
+
+TEST(DraftPaceTest, GrowsWhileGuessesAreRight) {
+  DraftPace pace(100);
+  int64_t length = pace.Next(1);
+  for (int i = 0; i < 6; ++i) {
+    pace.Verified(length);
+    const int64_t next = pace.Next(length + 1);
+    EXPECT_GE(next, std::min<int64_t>(100, 2 * length));
+    length = next;
+  }
+  EXPECT_EQ(length, 100);
+  pace.Verified(3);
+  EXPECT_LT(pace.Next(4), 20);
+}
+
+TEST(DraftPaceTest, RestsLongerAndLongerWhileGuessesAreWrong) {
+  DraftPace pace(100);
+  int64_t verified = 0;
+  for (int token = 0; token < 2000; ++token) {
+    const int64_t length = pace.Next(1);
+    if (length == 0) continue;
+    verified += length;
+    pace.Verified(0);
+  }
+  EXPECT_GT(verified, 0);
+  EXPECT_LT(verified, 2000 / 8) << "rows that a sample wastes";
+  pace.Verified(8);
+  EXPECT_GT(pace.Next(1), 0) << "one good guess ends the rest";
+}
+
+TEST(NgramIndexTest, GoesOnAsTheLatestOtherPlaceDid) {
+  std::vector<TokenId> text = {1, 2, 3, 4, 5, 6, 1, 2, 3, 7, 8};
+  const std::vector<TokenId>* const texts[] = {&text};
+  NgramIndex index;
+  index.Add(texts, 0);
+  EXPECT_THAT(index.Next(texts, 0, 4), ElementsAre()) << "nothing is like its end";
+  text.insert(text.end(), {1, 2, 3});
+  index.Add(texts, 0);
+  EXPECT_THAT(index.Next(texts, 0, 4), ElementsAre(7, 8, 1, 2));
+}
+
+TEST(NgramIndexTest, ReadsSiblingsTextsAndNoImages) {
+  std::vector<TokenId> first = {1, 2, 3, 4, 5, -7, -7, 6};
+  std::vector<TokenId> second = {9, 9, 1, 2, 3};
+  const std::vector<TokenId>* const texts[] = {&first, &second};
+  NgramIndex index;
+  index.Add(texts, 0);
+  index.Add(texts, 1);
+  EXPECT_THAT(index.Next(texts, 1, 8), ElementsAre(4, 5));
+}
+
+}  // namespace
+}  // namespace dorad::engine
