@@ -11,22 +11,28 @@
 
 namespace dorad::engine {
 
-// How many tokens the next guess has: more while guesses are right, fewer and later while not.
+// How many tokens the next guess has: as many as are likely enough to pay for their rows, and none
+// for a while when guesses are wrong.
 class DraftPace {
  public:
   explicit DraftPace(int64_t most) : most_(most) {}
 
-  // Tokens to guess now, after `tokens` new ones; 0: none for a while.
-  int64_t Next(int64_t tokens);
-  // `right` of the guessed tokens were taken.
-  void Verified(int64_t right);
+  // Tokens to guess now, after `tokens` new ones. row_share: StepCost's, with a row for each
+  // running sequence.
+  int64_t Next(int64_t tokens, double row_share);
+  // `right` of the guessed tokens were taken; all_right: they were all.
+  void Verified(int64_t right, bool all_right);
 
  private:
+  void Rest();
+
   const int64_t most_;
-  int64_t length_ = 16;
-  double gain_ = 4;   // right tokens of a guess: a moving mean
-  int64_t rest_ = 0;  // tokens to come without a guess
-  int64_t last_rest_ = 0;
+  int64_t longest_ = 16;
+  // Of the last guesses, which weigh more than earlier ones.
+  double right_ = 8, wrong_ = 0.5;
+  double gain_ = 4;        // right tokens of a guess
+  int64_t rest_ = 0;       // tokens to come before the next guess
+  int64_t last_rest_ = 0;  // 0: guesses pay
 };
 
 // The tokens of an answer that the caller expects. It is followed while the sample's tokens are

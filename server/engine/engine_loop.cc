@@ -216,13 +216,17 @@ void EngineLoop::FinishStep() {
     for (const Chunk& chunk : step.chunks) Land(chunk);
     Fail(step.chunks, step.outputs.status());
   } else {
+    int64_t rows = 0;
+    for (const Chunk& chunk : step.chunks) rows += chunk.count;
+    cost_.Observe(rows, step.time);
+    const Request::StepEnd end = {rules_, step.now, cost_.RowShare(scheduler_.running()), metrics_};
     for (size_t i = 0; i < step.chunks.size(); ++i) {
       Chunk& chunk = step.chunks[i];
-      chunk.sequence->request->CutDraft(&chunk, &(*step.outputs)[i], rules_, step.now);
+      chunk.sequence->request->CutDraft(&chunk, &(*step.outputs)[i], end);
     }
     ReportGenerated(step);
     for (size_t i = 0; i < step.chunks.size(); ++i) {
-      Deliver(step.chunks[i], std::move((*step.outputs)[i]), step.now);
+      Deliver(step.chunks[i], std::move((*step.outputs)[i]), end);
     }
     metrics_->StepPhaseDone(StepPhase::kProcess, Between(step.now, SteadyNow()));
   }
@@ -263,7 +267,7 @@ void EngineLoop::NoteStarted(Request* request, Instant now) {
   admission_->Started(*request);
 }
 
-void EngineLoop::Deliver(const Chunk& chunk, StepOutput output, Instant now) {
+void EngineLoop::Deliver(const Chunk& chunk, StepOutput output, const Request::StepEnd& step) {
   Sequence* const sequence = chunk.sequence;
   Request* const request = sequence->request;
   // The row of an ended sequence was computed in vain.
@@ -277,7 +281,7 @@ void EngineLoop::Deliver(const Chunk& chunk, StepOutput output, Instant now) {
       }
     }
     const int64_t scored = sequence->scored;
-    const bool ended = request->Accept(chunk, std::move(output), rules_, now, metrics_);
+    const bool ended = request->Accept(chunk, std::move(output), step);
     scheduler_.Computed(chunk);  // a draft's right tokens are the sequence's own now
     if (ended) scheduler_.Remove(sequence);
     metrics_->GeneratedTokens(sequence->generated() - generated);

@@ -28,6 +28,7 @@
 #include "server/engine/request.h"
 #include "server/engine/scheduler.h"
 #include "server/engine/stats_board.h"
+#include "server/engine/step_cost.h"
 #include "server/engine/step_pipeline.h"
 #include "server/engine/weights_gate.h"
 
@@ -83,7 +84,7 @@ class EngineLoop {
   void AfterStepsInFlight(std::function<void()> then);
   void ReportGenerated(const StepPipeline::Finished& step) const;
   void NoteStarted(Request* request, Instant now);
-  void Deliver(const Chunk& chunk, StepOutput output, Instant now);
+  void Deliver(const Chunk& chunk, StepOutput output, const Request::StepEnd& step);
   void Land(const Chunk& chunk);
   void Fail(const std::vector<Chunk>& chunks, const absl::Status& status);
 
@@ -127,6 +128,7 @@ class EngineLoop {
   ImageGate images_;
   Scheduler scheduler_;
   StepPipeline pipeline_;
+  StepCost cost_;
   DutyCycleLimiter limiter_;
   GpuShareLimits gpu_share_limits_;
   Pauses pauses_;

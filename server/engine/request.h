@@ -79,12 +79,18 @@ struct Request {
   };
   Want WantOf(const Chunk& chunk) const;
 
+  // The end of a chunk's step.
+  struct StepEnd {
+    const StopRules& rules;
+    Instant now;
+    double row_share = 0;  // StepCost's, for the sequences that run now
+    Metrics* metrics = nullptr;
+  };
   // Cuts a chunk with a draft, and its output, after the first token that differs from the draft or
   // ends the sample.
-  void CutDraft(Chunk* chunk, StepOutput* output, const StopRules& rules, Instant now) const;
+  void CutDraft(Chunk* chunk, StepOutput* output, const StepEnd& step) const;
   // Takes a chunk's output. True when it ends the sequence.
-  bool Accept(const Chunk& chunk, StepOutput output, const StopRules& rules, Instant now,
-              Metrics* metrics);
+  bool Accept(const Chunk& chunk, StepOutput output, const StepEnd& step);
 
   // How a request ends.
   struct Ending {
@@ -152,15 +158,14 @@ struct Request {
   // The result that gets a sequence's log-probabilities of given tokens.
   Logprobs* ScoresOf(const Sequence& sequence);
   Logprobs FirstRow() const;
-  bool AcceptTokens(const Chunk& chunk, StepOutput output, const StopRules& rules, Instant now,
-                    Metrics* metrics);
+  bool AcceptTokens(const Chunk& chunk, StepOutput output, const StepEnd& step);
   void AppendDraftWants(const Chunk& chunk, Want* to) const;
   // Of the chunk's next row that samples, after the generated tokens; uses: theirs.
   void AppendSampleWant(const Chunk& chunk, const TokenUses& uses,
                         absl::Span<const TokenId> generated, Want* to) const;
   // Counts the right tokens of a chunk's draft, and makes the next one.
-  void Draft(const Chunk& chunk, int64_t tokens, Metrics* metrics);
-  bool AcceptScores(const Chunk& chunk, StepOutput output, Instant now, Metrics* metrics);
+  void Draft(const Chunk& chunk, int64_t tokens, const StepEnd& step);
+  bool AcceptScores(const Chunk& chunk, StepOutput output, const StepEnd& step);
   // Ends a sample whose logits are not finite.
   void PushNonFinite(const Sequence& sequence, const std::string& detail, Instant now,
                      Metrics* metrics);

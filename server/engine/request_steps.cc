@@ -76,8 +76,7 @@ void Request::AppendSampleWant(const Chunk& chunk, const TokenUses& uses,
   }
 }
 
-void Request::CutDraft(Chunk* chunk, StepOutput* output, const StopRules& rules,
-                       Instant now) const {
+void Request::CutDraft(Chunk* chunk, StepOutput* output, const StepEnd& step) const {
   Sequence& sequence = *chunk->sequence;
   if (chunk->draft.empty() || sequence.state == Sequence::State::kEnded) return;
   std::vector<TokenId>& tokens = sequence.tokens;
@@ -88,7 +87,7 @@ void Request::CutDraft(Chunk* chunk, StepOutput* output, const StopRules& rules,
     const TokenId token = output->tokens[count++];
     goes_on = count < sampled && token == chunk->draft[count - 1];
     tokens.push_back(token);
-    goes_on = goes_on && FinishOf(sequence, rules, now).reason == FinishReason::kNone;
+    goes_on = goes_on && FinishOf(sequence, step.rules, step.now).reason == FinishReason::kNone;
   }
   tokens.resize(known);
   output->tokens.resize(count);
@@ -96,10 +95,9 @@ void Request::CutDraft(Chunk* chunk, StepOutput* output, const StopRules& rules,
   chunk->count -= static_cast<int64_t>(sampled - count);
 }
 
-bool Request::Accept(const Chunk& chunk, StepOutput output, const StopRules& rules, Instant now,
-                     Metrics* metrics) {
-  return chunk.samples ? AcceptTokens(chunk, std::move(output), rules, now, metrics)
-                       : AcceptScores(chunk, std::move(output), now, metrics);
+bool Request::Accept(const Chunk& chunk, StepOutput output, const StepEnd& step) {
+  return chunk.samples ? AcceptTokens(chunk, std::move(output), step)
+                       : AcceptScores(chunk, std::move(output), step);
 }
 
 Finish Request::FinishOf(const Sequence& sequence, const StopRules& rules, Instant now) const {
@@ -145,8 +143,9 @@ Finish Request::MakeFinish(const Sequence& sequence, FinishReason reason, Instan
   return finish;
 }
 
-bool Request::AcceptTokens(const Chunk& chunk, StepOutput output, const StopRules& rules,
-                           Instant now, Metrics* metrics) {
+bool Request::AcceptTokens(const Chunk& chunk, StepOutput output, const StepEnd& step) {
+  const Instant now = step.now;
+  Metrics* const metrics = step.metrics;
   Sequence* const sequence = chunk.sequence;
   Sample& sample = samples_[sequence->index];
   const size_t sampled = output.tokens.size();
@@ -168,12 +167,12 @@ bool Request::AcceptTokens(const Chunk& chunk, StepOutput output, const StopRule
     }
     if (begin > 0) metrics->InterTokenLatency(Between(sample.last_token, now) / count, count);
     sample.last_token = now;
-    Draft(chunk, count, metrics);
+    Draft(chunk, count, step);
     delta.token_ids = std::move(output.tokens);
     delta.logprobs = std::move(output.logprobs);
     if (sequence->index == 0) delta.prompt_logprobs = std::exchange(prompt_logprobs_, {});
     delta.spans = {VersionSpan::Of(sequence->adapter(), begin, begin + count)};
-    if (finite) delta.finish = FinishOf(*sequence, rules, now);
+    if (finite) delta.finish = FinishOf(*sequence, step.rules, now);
     sample.reason = delta.finish.reason;
     if (delta.finished()) metrics->SampleEnded(NameOf(sample.reason));
     stream->Push(std::move(delta));
@@ -185,25 +184,25 @@ bool Request::AcceptTokens(const Chunk& chunk, StepOutput output, const StopRule
   return sample.reason != FinishReason::kNone;
 }
 
-void Request::Draft(const Chunk& chunk, int64_t tokens, Metrics* metrics) {
+void Request::Draft(const Chunk& chunk, int64_t tokens, const StepEnd& step) {
   Sequence& sequence = *chunk.sequence;
   Sample& sample = samples_[sequence.index];
   if (sample.answer.empty() && !ngrams_) return;
   if (const auto drafted = static_cast<int64_t>(chunk.draft.size()); drafted > 0) {
     // All of them may be right and followed by a token of the sample's own.
     const int64_t right = std::min(tokens, drafted + 1) - 1;
-    (sample.is_ngram ? sample.ngram_pace : sample.answer_pace).Verified(right);
+    (sample.is_ngram ? sample.ngram_pace : sample.answer_pace).Verified(right, right == drafted);
     sample.drafts.tokens += static_cast<uint32_t>(drafted);
     sample.drafts.accepted += static_cast<uint32_t>(right);
-    metrics->DraftTokens(sample.is_ngram ? DraftSource::kNgram : DraftSource::kAnswer, drafted,
-                         right);
+    step.metrics->DraftTokens(sample.is_ngram ? DraftSource::kNgram : DraftSource::kAnswer, drafted,
+                              right);
   }
   const absl::Span<const TokenId> generated =
       absl::MakeConstSpan(sequence.tokens).subspan(sequence.prompt_tokens);
   const LogitParams& logits = generate->logits;
   const bool is_plain = !logits.any() && logits.bad_words.empty();
   const int64_t most = is_plain ? kLongestDraft : kLongestDraftWithLogitParams;
-  const int64_t of_answer = std::min(most, sample.answer_pace.Next(tokens));
+  const int64_t of_answer = std::min(most, sample.answer_pace.Next(tokens, step.row_share));
   const absl::Span<const TokenId> answer = sample.answer.Next(generated, of_answer);
   sequence.draft.assign(answer.begin(), answer.end());
   sample.is_ngram = false;
@@ -211,7 +210,7 @@ void Request::Draft(const Chunk& chunk, int64_t tokens, Metrics* metrics) {
   std::vector<const std::vector<TokenId>*> texts;
   for (const auto& sibling : sequences) texts.push_back(&sibling->tokens);
   ngrams_->Add(texts, static_cast<size_t>(sequence.index));
-  const int64_t of_ngrams = sample.ngram_pace.Next(tokens);
+  const int64_t of_ngrams = sample.ngram_pace.Next(tokens, step.row_share);
   if (!sequence.draft.empty() || of_ngrams == 0) return;
   sequence.draft = ngrams_->Next(texts, static_cast<size_t>(sequence.index), of_ngrams);
   sample.is_ngram = !sequence.draft.empty();
@@ -236,7 +235,7 @@ Logprobs* Request::ScoresOf(const Sequence& sequence) {
 }
 
 // Rows recomputed after a preemption have no new results.
-bool Request::AcceptScores(const Chunk& chunk, StepOutput output, Instant now, Metrics* metrics) {
+bool Request::AcceptScores(const Chunk& chunk, StepOutput output, const StepEnd& step) {
   Sequence& sequence = *chunk.sequence;
   if (sequence.has_scored() || chunk.end() <= sequence.scored) return false;
   DORAD_CHECK(chunk.position == sequence.scored);
@@ -247,7 +246,8 @@ bool Request::AcceptScores(const Chunk& chunk, StepOutput output, Instant now, M
     return sequence.has_scored();
   }
   if (output.finite) return false;
-  PushNonFinite(sequence, "the model's logits for the prompt are not finite", now, metrics);
+  PushNonFinite(sequence, "the model's logits for the prompt are not finite", step.now,
+                step.metrics);
   return true;
 }
 

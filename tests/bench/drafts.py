@@ -9,9 +9,10 @@
         N-grams as drafts, on real text of several kinds (tests/lib/task_prompts.py), at several
         temperatures and numbers of samples: with ngram_drafts and without, by turns.
 
-The server is $DORAD_BINARY, on $DORAD_TEST_DEVICE. A step of the policy is a move of every lora_B
-along its own rows in reverse order, as far as the KL asks; the KL is estimated over the old
-answers, as the mean of r - 1 - log r, with r the ratio of the new probability to the old one.
+The server is $DORAD_BINARY, on $DORAD_TEST_DEVICE. A step of the policy moves every DoRA magnitude
+by a random part of itself, as far as the KL asks; the KL is estimated over the old answers, as the
+mean of r - 1 - log r, with r the ratio of the new probability to the old one. --kl 0: the same
+version.
 --entropy sets the temperature so that a token has so many nats, as a trained model's: random
 weights have nearly ln(vocabulary) at 1. Tokens and log-probabilities with drafts must be bitwise
 those without. Times are of the whole batch, sent at once; the shares are of generated tokens.
@@ -87,26 +88,32 @@ def run(server: Server, wanted: Sequence[dict[str, Any]], limit: float) -> Run:
 
 
 def moved(folder: Path, by: float, out: Path) -> Path:
-    """A copy of the adapter, each lora_B moved by so much of itself in reverse order."""
+    """A copy of the adapter, whose magnitudes have moved by a normal number times `by` of
+    themselves. They are fp32 then: bf16 would round small moves off."""
+    rng = np.random.default_rng(1)
     out.mkdir()
     shutil.copy(folder / "adapter_config.json", out)
-    image = bytearray((folder / "adapter_model.safetensors").read_bytes())
+    image = memoryview((folder / "adapter_model.safetensors").read_bytes())
     size = int.from_bytes(image[:8], "little")
-    for name, tensor in json.loads(image[8 : 8 + size]).items():
-        if "lora_B" not in name:
+    header = json.loads(bytes(image[8 : 8 + size]))
+    parts, end = [], 0
+    for name, tensor in header.items():
+        if name == "__metadata__":
             continue
-        begin, end = (8 + size + offset for offset in tensor["data_offsets"])
-        if tensor["dtype"] == "BF16":
-            bits = np.frombuffer(image, "<u2", (end - begin) // 2, begin)
-            values = (bits.astype("<u4") << 16).view("<f4").reshape(tensor["shape"])
-            new = (values + np.float32(by) * values[::-1]).view("<u4")
-            bits[:] = ((new + 0x8000) >> 16).astype("<u2").ravel()  # to the nearest
-        else:
-            assert tensor["dtype"] == "F32", tensor["dtype"]
-            values = np.frombuffer(image, "<f4", (end - begin) // 4, begin)
-            shaped = values.reshape(tensor["shape"])
-            values[:] = (shaped + np.float32(by) * shaped[::-1]).ravel()
-    (out / "adapter_model.safetensors").write_bytes(image)
+        first, last = (8 + size + offset for offset in tensor["data_offsets"])
+        part: Any = image[first:last]
+        if "lora_magnitude_vector" in name:
+            bits = np.frombuffer(part, "<u2" if tensor["dtype"] == "BF16" else "<u4")
+            values = (bits.astype("<u4") << (16 if bits.itemsize == 2 else 0)).view("<f4")
+            part = (values * (1 + by * rng.standard_normal(values.size))).astype("<f4").tobytes()
+            tensor["dtype"] = "F32"
+        tensor["data_offsets"] = [end, end + len(part)]
+        end += len(part)
+        parts.append(part)
+    text = json.dumps(header).encode()
+    with (out / "adapter_model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.writelines([text, *parts])
     return out
 
 
@@ -195,16 +202,16 @@ def measure_old_answers(options: argparse.Namespace, scratch: Path) -> list[dict
         facts = {"temperature": round(rollout.temperature, 5)}
         facts["entropy"] = round(rollout.entropy(), 3)
         old = run(server, rollout.wanted(), options.time_limit)
-        by = 0.02
+        by, kl = 0.01, 0.0
         for target in options.kl:
-            for attempt in range(6):
+            for attempt in range(4 if target else 0):
                 folder = moved(adapter, by, scratch / f"moved-{target}-{attempt}")
                 server.wire.publish(NAME, folder, activate=True)
                 shutil.rmtree(folder)
                 kl = rollout.kl(old)
-                if 0.7 < kl / target < 1.4:
+                if 0.8 < kl / target < 1.25:
                     break
-                by *= math.sqrt(target / max(kl, target / 100))
+                by *= math.sqrt(target / kl)
             plain = run(server, rollout.wanted(), options.time_limit)
             drafted = [
                 want | dict(drafts=[sample.tokens])
@@ -215,9 +222,12 @@ def measure_old_answers(options: argparse.Namespace, scratch: Path) -> list[dict
                 np.equal(new.tokens, before.tokens)
                 for new, before in zip(plain.samples, old.samples, strict=True)
             ]
+            # Tokens before the first other one, of all that could be.
+            first = sum(int(np.argmin(np.append(places, False))) for places in equal)
             rows.append(
-                {"kl": kl, "target": target, **facts}
-                | {"equal_places": round(float(np.mean(np.concatenate(equal))), 4)}
+                {"kl": float(f"{kl:.2e}"), **facts}
+                | {"equal_places": round(float(np.mean(np.concatenate(equal))), 3)}
+                | {"before_first_other": round(first / plain.tokens, 3)}
                 | with_drafts.facts()
                 | {"seconds_without": round(plain.seconds, 3), "steps_without": plain.steps}
                 | {"times": round(plain.seconds / with_drafts.seconds, 2)}

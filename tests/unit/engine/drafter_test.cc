@@ -1,6 +1,7 @@
 #include "server/engine/drafter.h"
 
 #include "server/engine/ngram_index.h"
+#include "server/engine/step_cost.h"
 #include "tests/unit/support/test.h"
 
 namespace dorad::engine {
@@ -42,31 +43,53 @@ TEST(ExpectedAnswerTest, IsFoundAtTheNearestPlace) {
 
 TEST(DraftPaceTest, GrowsWhileGuessesAreRight) {
   DraftPace pace(100);
-  int64_t length = pace.Next(1);
+  int64_t length = pace.Next(1, 0.1);
   for (int i = 0; i < 6; ++i) {
-    pace.Verified(length);
-    const int64_t next = pace.Next(length + 1);
+    pace.Verified(length, true);
+    const int64_t next = pace.Next(length + 1, 0.1);
     EXPECT_GE(next, std::min<int64_t>(100, 2 * length));
     length = next;
   }
   EXPECT_EQ(length, 100);
-  pace.Verified(3);
-  EXPECT_LT(pace.Next(4), 20);
+  pace.Verified(3, false);
+  EXPECT_LE(pace.Next(4, 0.1), 10);
 }
 
 TEST(DraftPaceTest, RestsLongerAndLongerWhileGuessesAreWrong) {
   DraftPace pace(100);
   int64_t verified = 0;
   for (int token = 0; token < 2000; ++token) {
-    const int64_t length = pace.Next(1);
+    const int64_t length = pace.Next(1, 0.1);
     if (length == 0) continue;
     verified += length;
-    pace.Verified(0);
+    pace.Verified(0, false);
   }
   EXPECT_GT(verified, 0);
   EXPECT_LT(verified, 2000 / 8) << "rows that a sample wastes";
-  pace.Verified(8);
-  EXPECT_GT(pace.Next(1), 0) << "one good guess ends the rest";
+  for (int i = 0; i < 2; ++i) pace.Verified(8, true);
+  EXPECT_GT(pace.Next(1, 0.1), 0) << "good guesses end the rests";
+}
+
+TEST(DraftPaceTest, AGuessIsAsLongAsItsLastTokenPaysForItsRow) {
+  const std::pair<double, int64_t> cases[] = {{0.1, 3}, {1.0 / 3, 1}, {0.9, 0}};
+  for (const auto& [row_share, length] : cases) {
+    DraftPace pace(100);
+    for (int i = 0; i < 30; ++i) pace.Verified(1, false);  // half of the tokens are right
+    EXPECT_EQ(pace.Next(1, row_share), length) << row_share;
+  }
+}
+
+TEST(StepCostTest, LearnsWhatARowAdds) {
+  StepCost cost;
+  for (int i = 0; i < 200; ++i) {
+    const int64_t rows = i % 4 == 0 ? 512 : 8;
+    cost.Observe(rows, absl::Microseconds(4000 + 30 * rows));
+  }
+  EXPECT_NEAR(cost.RowShare(8), 240.0 / 4240, 1e-3);
+  EXPECT_NEAR(cost.RowShare(256), 7680.0 / 11680, 1e-3);
+  // Steps of equal size change nothing.
+  for (int i = 0; i < 1000; ++i) cost.Observe(8, absl::Milliseconds(9));
+  EXPECT_LT(cost.RowShare(8), 0.2);
 }
 
 TEST(NgramIndexTest, GoesOnAsTheLatestOtherPlaceDid) {

@@ -1,0 +1,30 @@
+#include "server/engine/step_cost.h"
+
+#include <algorithm>
+
+namespace dorad::engine {
+
+void StepCost::Observe(int64_t rows, absl::Duration time) {
+  constexpr double kKept = 0.98;
+  const auto x = static_cast<double>(rows);
+  const double y = absl::ToDoubleSeconds(time);
+  weight_ = kKept * weight_ + 1;
+  rows_ = kKept * rows_ + x;
+  time_ = kKept * time_ + y;
+  rows_rows_ = kKept * rows_rows_ + x * x;
+  rows_time_ = kKept * rows_time_ + x * y;
+  const double mean = rows_ / weight_;
+  const double variance = rows_rows_ / weight_ - mean * mean;
+  // Steps of nearly as many rows tell nothing.
+  if (weight_ < 8 || variance < 0.25 * mean * mean) return;
+  const double row = (rows_time_ / weight_ - mean * time_ / weight_) / variance;
+  const double fixed = time_ / weight_ - row * mean;
+  free_rows_ = row > 0 ? std::clamp(fixed / row, 1.0, 4096.0) : 4096.0;
+}
+
+double StepCost::RowShare(int64_t rows) const {
+  const auto count = static_cast<double>(std::max<int64_t>(rows, 1));
+  return count / (free_rows_ + count);
+}
+
+}  // namespace dorad::engine
