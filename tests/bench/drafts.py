@@ -9,8 +9,8 @@
         N-grams as drafts, on real text of several kinds (tests/lib/task_prompts.py), at several
         temperatures and numbers of samples: with ngram_drafts and without, by turns.
 
-The server is $DORAD_BINARY, on $DORAD_TEST_DEVICE. A step of the policy moves every DoRA magnitude
-by a random part of itself, as far as the KL asks; the KL is estimated over the old answers, as the
+The server is $DORAD_BINARY, on $DORAD_TEST_DEVICE. A step of the policy moves so many DoRA
+magnitudes by 2 % as the KL asks for; the KL is estimated over the old answers, as the
 mean of r - 1 - log r, with r the ratio of the new probability to the old one. --kl 0: the same
 version.
 --entropy sets the temperature so that a token has so many nats, as a trained model's: random
@@ -88,8 +88,8 @@ def run(server: Server, wanted: Sequence[dict[str, Any]], limit: float) -> Run:
 
 
 def moved(folder: Path, by: float, out: Path) -> Path:
-    """A copy of the adapter, whose magnitudes have moved by a normal number times `by` of
-    themselves. They are fp32 then: bf16 would round small moves off."""
+    """A copy of the adapter, in which this part of the magnitudes has moved by 2 % of themselves:
+    more than what bf16 rounds off. Beyond 1, all have moved by more."""
     rng = np.random.default_rng(1)
     out.mkdir()
     shutil.copy(folder / "adapter_config.json", out)
@@ -105,7 +105,9 @@ def moved(folder: Path, by: float, out: Path) -> Path:
         if "lora_magnitude_vector" in name:
             bits = np.frombuffer(part, "<u2" if tensor["dtype"] == "BF16" else "<u4")
             values = (bits.astype("<u4") << (16 if bits.itemsize == 2 else 0)).view("<f4")
-            part = (values * (1 + by * rng.standard_normal(values.size))).astype("<f4").tobytes()
+            move = rng.choice([-0.02, 0.02], values.size) * math.sqrt(max(by, 1))
+            move *= rng.random(values.size) < by
+            part = (values * (1 + move)).astype("<f4").tobytes()
             tensor["dtype"] = "F32"
         tensor["data_offsets"] = [end, end + len(part)]
         end += len(part)
@@ -202,7 +204,7 @@ def measure_old_answers(options: argparse.Namespace, scratch: Path) -> list[dict
         facts = {"temperature": round(rollout.temperature, 5)}
         facts["entropy"] = round(rollout.entropy(), 3)
         old = run(server, rollout.wanted(), options.time_limit)
-        by, kl = 0.01, 0.0
+        by, kl = 0.05, 0.0
         for target in options.kl:
             for attempt in range(4 if target else 0):
                 folder = moved(adapter, by, scratch / f"moved-{target}-{attempt}")
@@ -211,7 +213,7 @@ def measure_old_answers(options: argparse.Namespace, scratch: Path) -> list[dict
                 kl = rollout.kl(old)
                 if 0.8 < kl / target < 1.25:
                     break
-                by *= math.sqrt(target / kl)
+                by *= target / kl
             plain = run(server, rollout.wanted(), options.time_limit)
             drafted = [
                 want | dict(drafts=[sample.tokens])
