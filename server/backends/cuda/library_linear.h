@@ -22,6 +22,7 @@ inline constexpr int64_t kMaxRank = 1024;
 class LibraryLinear {
  public:
   // Products run on the stream, which is borrowed. max_out: of groups whose output is bf16.
+  // DEVICE_UNAVAILABLE where cuBLAS is not found.
   static absl::StatusOr<LibraryLinear> Create(const Stream& stream, int64_t max_rows,
                                               int64_t max_out, MemoryLedger* ledger);
   LibraryLinear(LibraryLinear&& other) noexcept

@@ -24,11 +24,12 @@ kernels::DoraLinearShape ShapeOf(const LinearGroup& group) {
   return shape;
 }
 
-// 0 for shapes that the kernel does not support.
-size_t WorkspaceBytes(const LinearGroup& group, int64_t rows) {
-  const int64_t block = std::min<int64_t>(rows, kernels::kDoraLinearMaxRows);
-  return kernels::DoraLinearWorkspaceBytes(ShapeOf(group), static_cast<int>(block), kMaxRank);
+// For blocks of so many rows; 0 for shapes that the kernel does not support.
+size_t WorkspaceBytes(const LinearGroup& group, int rows) {
+  return kernels::DoraLinearWorkspaceBytes(ShapeOf(group), rows, kMaxRank);
 }
+
+bool WantsLibrary(const LinearGroup& group) { return WorkspaceBytes(group, 1) == 0; }
 
 // The most rows for which reading the weights once for each block is faster than one launch, whose
 // tiles are of 128 rows. The results are the same.
@@ -49,15 +50,17 @@ absl::StatusOr<Linear> Linear::Create(absl::Span<const LinearGroup* const> group
   size_t bytes = kernels::kDoraLinearSignalBytes;
   int64_t widest = 0;  // of the library's
   for (const LinearGroup* group : groups) {
-    if (WorkspaceBytes(*group, 1) == 0) widest = std::max(widest, group->out);
+    if (WantsLibrary(*group)) widest = std::max(widest, group->out);
     bytes = std::max(bytes, WorkspaceBytes(*group, kernels::kDoraLinearMaxRows));
     bytes = std::max(bytes, kernels::DoraLinearPrefillWorkspaceBytes(
                                 ShapeOf(*group), static_cast<int>(max_rows), kMaxRank));
   }
-  DORAD_ASSIGN_OR_RETURN(LibraryLinear library,
-                         LibraryLinear::Create(*stream, max_rows, widest, ledger));
-  Linear linear(std::move(library), stream);
-  linear.is_capturable_ = widest == 0;
+  Linear linear(stream);
+  if (widest > 0) {
+    DORAD_ASSIGN_OR_RETURN(LibraryLinear library,
+                           LibraryLinear::Create(*stream, max_rows, widest, ledger));
+    linear.library_.emplace(std::move(library));
+  }
   DORAD_ASSIGN_OR_RETURN(linear.workspace_, DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace,
                                                                    static_cast<int64_t>(bytes)));
   DORAD_RETURN_IF_CUDA_ERROR(
@@ -79,7 +82,7 @@ absl::Status Linear::Run(const LinearGroup& group, const LinearRows& rows, const
 template <typename T>
 absl::Status Linear::RunAs(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
                            T* y) {
-  if (WorkspaceBytes(group, rows.rows) == 0) return library_.Run(group, rows, x, y);
+  if (WantsLibrary(group)) return library_->Run(group, rows, x, y);
   if (TakenAtOnce(group, rows)) {
     kernels::DoraLinearPrefillParams params;
     params.shape = ShapeOf(group);

@@ -5,7 +5,7 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
-#include <utility>
+#include <optional>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -33,20 +33,18 @@ class Linear {
 
   // Whether launches may be captured and replayed for other rows: library products depend on the
   // batch's adapters at launch.
-  bool is_capturable() const { return is_capturable_; }
+  bool is_capturable() const { return !library_.has_value(); }
 
  private:
   template <typename T>
   absl::Status RunAs(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
                      T* y);
 
-  Linear(LibraryLinear library, const Stream* stream)
-      : library_(std::move(library)), stream_(stream) {}
+  explicit Linear(const Stream* stream) : stream_(stream) {}
 
-  LibraryLinear library_;
+  std::optional<LibraryLinear> library_;  // of a model with shapes that the kernel does not support
   const Stream* stream_;
   DeviceBuffer workspace_;
-  bool is_capturable_ = true;
 };
 
 }  // namespace dorad::cuda
