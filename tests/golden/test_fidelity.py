@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from lib import tiny_models
 from lib.adapters import KINDS
-from lib.oracle import Oracle, compare
+from lib.oracle import compare
 from lib.server import serve
 from lib.tiny_models import VOCAB
 from lib.wire import PROCESSED, RAW
@@ -24,11 +24,10 @@ class Served:
 
     def __init__(self, zoo, family: str, server) -> None:
         self.zoo, self.family, self.server = zoo, family, server
-        self.oracle = zoo.oracle(family)
         self.worst = {"Score": (1.0, 0.0), "Generate": (1.0, 0.0)}
 
-    def folder(self, kind: str):
-        return None if kind == "base" else self.zoo.adapter(self.family, kind)
+    def oracle(self, kind: str, sequences: list[list[int]]) -> list[np.ndarray]:
+        return self.zoo.next_logprobs(self.family, kind, sequences)
 
 
 def wire_name(kind: str) -> str:
@@ -57,7 +56,7 @@ def assert_faithful(served: Served, call: str, ours: np.ndarray, oracle: np.ndar
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_score_equals_oracle(served: Served, kind: str) -> None:
     sequences = served.zoo.sequences(served.family)
-    expected = served.oracle.next_logprobs(served.folder(kind), sequences)
+    expected = served.oracle(kind, sequences)
     scores = served.server.wire.score(sequences, [wire_name(kind)], chosen=VOCABULARY)
     for ids, (score,), oracle in zip(sequences, scores, expected, strict=True):
         assert np.isnan(score.logprobs[0]) and np.isnan(score.chosen[0]).all()
@@ -81,7 +80,7 @@ def test_generate_equals_oracle(served: Served, kind: str) -> None:
         chosen=VOCABULARY,
     )
     assert len(sample.tokens) == NEW_TOKENS
-    (expected,) = served.oracle.next_logprobs(served.folder(kind), [prompt + sample.tokens])
+    (expected,) = served.oracle(kind, [prompt + sample.tokens])
     expected = expected[len(prompt) - 1 : -1]
     assert_faithful(served, "Generate", sample.chosen, expected)
     chosen = sample.chosen[np.arange(NEW_TOKENS), sample.tokens]
@@ -91,7 +90,7 @@ def test_generate_equals_oracle(served: Served, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["base", "dora", "lora"])
 def test_prompt_logprobs_equal_oracle(served: Served, kind: str) -> None:
     sequences = served.zoo.sequences(served.family)
-    expected = served.oracle.next_logprobs(served.folder(kind), sequences)
+    expected = served.oracle(kind, sequences)
     for ids, oracle in zip(sequences, expected, strict=True):
         (sample,) = served.server.wire.generate(
             ids,
@@ -121,13 +120,9 @@ def test_adapters_differ_from_base(served: Served) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_is_no_worse_than_peft_in_bf16(zoo, figures, family: str) -> None:
     """Mean |Δlogprob| over the vocabulary and all positions, against the same fp32 oracle."""
-    import torch
-
     kinds = ["base", "dora", "lora", "dora_patterns", "dora_everything"]
-    folders = {kind: None if kind == "base" else zoo.adapter(family, kind) for kind in kinds}
-    preload = {wire_name(kind): folder for kind, folder in folders.items() if folder}
+    preload = {wire_name(kind): zoo.adapter(family, kind) for kind in kinds[1:]}
     sequences = zoo.sequences(family, seed=11)
-    peft = Oracle(zoo.model(family), torch.bfloat16)
     settings = {"model.compute_dtype": "bf16", "engine.kv_bytes": 16 << 20}
     ours_total, peft_total = 0.0, 0.0
     with serve(zoo.model(family), preload, settings) as server:
@@ -135,8 +130,8 @@ def test_bf16_is_no_worse_than_peft_in_bf16(zoo, figures, family: str) -> None:
             sequences, [wire_name(kind) for kind in kinds], chosen=VOCABULARY
         )
         for column, kind in enumerate(kinds):
-            oracle = np.concatenate(zoo.oracle(family).next_logprobs(folders[kind], sequences))
-            theirs = np.concatenate(peft.next_logprobs(folders[kind], sequences))
+            oracle = np.concatenate(zoo.next_logprobs(family, kind, sequences))
+            theirs = np.concatenate(zoo.next_logprobs(family, kind, sequences, "bfloat16"))
             rows = np.concatenate([np.r_[np.ones(len(ids) - 1, bool), False] for ids in sequences])
             ours = np.concatenate([score[column].chosen[1:] for score in scores])
             ours_error = np.abs(ours - oracle[rows]).mean()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
@@ -15,12 +16,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from lib.tiers import deep
+
 if TYPE_CHECKING:
     from lib.oracle import Oracle
 
 LIB = Path(__file__).resolve().parent
 # A change of any of these makes another zoo.
-SOURCES = ["zoo.py", "tiny_models.py", "adapters.py", "texts.py", "pictures.py"]
+SOURCES = ["zoo.py", "tiny_models.py", "adapters.py", "texts.py", "pictures.py", "oracle.py"]
 PACKAGES = ["torch", "transformers", "peft", "safetensors", "tokenizers"]
 
 
@@ -68,7 +73,7 @@ class Zoo:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._oracles: dict[str, Oracle] = {}
+        self._oracles: dict[tuple[str, str], Oracle] = {}
 
     def model(self, family: str) -> Path:
         def make(folder: Path) -> None:
@@ -99,13 +104,33 @@ class Zoo:
 
         return make_once(self.directory / f"{family}-processor", make)
 
-    def oracle(self, family: str) -> Oracle:
-        if family not in self._oracles:
+    def oracle(self, family: str, dtype: str = "float32") -> Oracle:
+        if (family, dtype) not in self._oracles:
             _prepare()
+            import torch
+
             from lib.oracle import Oracle
 
-            self._oracles[family] = Oracle(self.model(family))
-        return self._oracles[family]
+            self._oracles[family, dtype] = Oracle(self.model(family), getattr(torch, dtype))
+        return self._oracles[family, dtype]
+
+    def next_logprobs(
+        self, family: str, kind: str, sequences: list[list[int]], dtype: str = "float32"
+    ) -> list[np.ndarray]:
+        """The oracle's, with the adapter of this kind or "base". They are kept for later runs, as
+        models are, because PEFT's models take longer to make than the server's answers; the deep
+        tier computes them again."""
+        question = repr((family, kind, dtype, sequences)).encode()
+        kept = self.directory / f"answer-{hashlib.sha256(question).hexdigest()[:24]}.npz"
+        if deep() or not kept.exists():
+            folder = None if kind == "base" else self.adapter(family, kind)
+            rows = self.oracle(family, dtype).next_logprobs(folder, sequences)
+            scratch = kept.with_suffix(f".{os.getpid()}.npz")
+            np.savez(scratch, *rows)
+            scratch.replace(kept)
+            return rows
+        with np.load(kept) as rows:
+            return list(rows.values())
 
     def adapter(self, family: str, kind: str, seed: int = 0) -> Path:
         def make(folder: Path) -> None:
