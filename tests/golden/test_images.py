@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from dorad import Client, GenerateRequest
-from lib.oracle import Oracle, compare
+from lib.oracle import compare
 from lib.pictures import FAMILIES, Picture, for_oracle, inputs_of, prompt_of
 from lib.server import device, serve
 from lib.tiny_models import IMAGE, VIDEO
+from lib.zoo import Zoo
 
 EXACT = device() == "cpu"  # a GPU computes in bf16
 ADAPTERS = [
@@ -38,10 +39,10 @@ PLACEHOLDERS = [[IMAGE], [VIDEO]]
 
 @dataclass(frozen=True)
 class Served:
+    zoo: Zoo
     family: str
     model: Path
     adapters: dict[str, Path]
-    oracle: Oracle
     client: Client
 
     def inputs(self, parts):
@@ -56,24 +57,29 @@ class Served:
         result = self.client.score([ids], [adapter], chosen_token_ids=chosen, images=[images])
         return result.chosen_logprobs[0][0]
 
+    def expected(self, inputs, adapter, tokens=(), dtype="float32"):
+        """The oracle's rows but for the last, whose token is not there."""
+        seen = for_oracle(inputs, list(tokens))
+        return self.zoo.image_logprobs(self.family, adapter or "base", seen, dtype)[:-1]
+
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def served(zoo, request):
     family, model = request.param, zoo.model(request.param)
     adapters = {name: zoo.adapter(family, name) for name in ADAPTERS}
     with serve(model, adapters) as server, Client(server.grpc) as client:
-        yield Served(family, model, adapters, zoo.oracle(family), client)
+        yield Served(zoo, family, model, adapters, client)
 
 
 @pytest.fixture(scope="module")
 def in_bf16(served):
-    """A client of a server that computes in bf16, and the oracle that does."""
+    """A client of a server that computes in bf16."""
     settings = {"model.compute_dtype": "bf16"}
     with (
         serve(served.model, served.adapters, settings=settings) as server,
         Client(server.grpc) as client,
     ):
-        yield client, Oracle(served.model, dtype=torch.bfloat16)
+        yield client
 
 
 @pytest.mark.parametrize("adapter", [None, *ADAPTERS])
@@ -94,8 +100,7 @@ def test_log_probabilities_are_those_of_transformers(served, adapter, prompt):
     tokens = [int(t) for t in sample.token_ids]
     scored = served.rows(ids + tokens, images, adapter)[1:]
     assert np.array_equal(scored[len(ids) - 1 :], sample.chosen_logprobs)
-    folder = None if adapter is None else served.adapters[adapter]
-    expected = served.oracle.image_logprobs(folder, for_oracle(inputs, tokens))[:-1]
+    expected = served.expected(inputs, adapter, tokens)
     cosine, difference = compare(scored, expected)
     least, most = (0.999999, 1e-4) if EXACT else (0.999, 1.0)
     assert cosine > least and difference < most, (cosine, difference)
@@ -103,15 +108,13 @@ def test_log_probabilities_are_those_of_transformers(served, adapter, prompt):
 
 @pytest.mark.parametrize("adapter", [None, "dora", "dora_tower", "dora_tower_patterns"])
 def test_bf16_is_no_farther_from_fp32_than_that_of_peft(served, in_bf16, adapter, figures):
-    client, peft = in_bf16
-    folder = None if adapter is None else served.adapters[adapter]
     errors = []  # Each row counts once: the first ones of a delta-net enlarge rounding.
     for name in ["one", "several", "long"]:
         inputs = served.inputs(PROMPTS[name])
         ids, images = prompt_of(inputs)
-        exact = served.oracle.image_logprobs(folder, for_oracle(inputs, []))[:-1]
-        theirs = peft.image_logprobs(folder, for_oracle(inputs, []))[:-1]
-        ours = replace(served, client=client).rows(ids, images, adapter)[1:]
+        exact = served.expected(inputs, adapter)
+        theirs = served.expected(inputs, adapter, dtype="bfloat16")
+        ours = replace(served, client=in_bf16).rows(ids, images, adapter)[1:]
         errors.append([np.abs(rows - exact).mean(axis=-1) for rows in (ours, theirs)])
     ours, theirs = np.concatenate(errors, axis=-1).mean(axis=-1)
     figures.append(f"{served.family} {adapter}: mean |Δ| {ours:.4f}, PEFT's in bf16 {theirs:.4f}")
@@ -123,9 +126,8 @@ def test_a_large_image_is_computed_in_pieces(served):
     for adapter in [None, "dora_tower"]:
         inputs = served.inputs(LARGE)
         ids, images = prompt_of(inputs)
-        folder = None if adapter is None else served.adapters[adapter]
-        expected = served.oracle.image_logprobs(folder, for_oracle(inputs, []))[:-1]
-        cosine, difference = compare(served.rows(ids, images, adapter)[1:], expected)
+        ours = served.rows(ids, images, adapter)[1:]
+        cosine, difference = compare(ours, served.expected(inputs, adapter))
         least, most = (0.999999, 1e-4) if EXACT else (0.999, 1.0)
         assert cosine > least and difference < most, (cosine, difference)
 
@@ -148,8 +150,7 @@ def test_bf16_pixels_are_their_value(served):
         ids, images = prompt_of(inputs)
         assert np.array_equal(ours[1:], served.rows(ids, images, None)[1:])
         return
-    expected = served.oracle.image_logprobs(None, for_oracle(inputs, []))
-    assert compare(ours[1:], expected[:-1])[1] < 1e-4
+    assert compare(ours[1:], served.expected(inputs, None))[1] < 1e-4
 
 
 @pytest.mark.parametrize(

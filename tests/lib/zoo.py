@@ -21,6 +21,8 @@ import numpy as np
 from lib.tiers import deep
 
 if TYPE_CHECKING:
+    import torch
+
     from lib.oracle import Oracle
 
 LIB = Path(__file__).resolve().parent
@@ -117,18 +119,37 @@ class Zoo:
     def next_logprobs(
         self, family: str, kind: str, sequences: list[list[int]], dtype: str = "float32"
     ) -> list[np.ndarray]:
-        """The oracle's, with the adapter of this kind or "base". They are kept for later runs, as
-        models are, because PEFT's models take longer to make than the server's answers; the deep
-        tier computes them again."""
-        question = repr((family, kind, dtype, sequences)).encode()
+        """The oracle's, with the adapter of this kind or "base"; kept for later runs."""
+        return self._kept(
+            repr((family, kind, dtype, sequences)).encode(),
+            lambda: self.oracle(family, dtype).next_logprobs(self._folder(family, kind), sequences),
+        )
+
+    def image_logprobs(
+        self, family: str, kind: str, inputs: dict[str, torch.Tensor], dtype: str = "float32"
+    ) -> np.ndarray:
+        """The oracle's, as next_logprobs."""
+        question = repr((family, kind, dtype)).encode()
+        for name, tensor in inputs.items():
+            question += f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode()
+            question += tensor.float().numpy().tobytes()
+        (rows,) = self._kept(
+            question,
+            lambda: [self.oracle(family, dtype).image_logprobs(self._folder(family, kind), inputs)],
+        )
+        return rows
+
+    def _folder(self, family: str, kind: str) -> Path | None:
+        return None if kind == "base" else self.adapter(family, kind)
+
+    def _kept(self, question: bytes, ask: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+        """Kept as models are, because to make PEFT's models takes longer than the server's answers.
+        The deep tier asks again."""
         kept = self.directory / f"answer-{hashlib.sha256(question).hexdigest()[:24]}.npz"
         if deep() or not kept.exists():
-            folder = None if kind == "base" else self.adapter(family, kind)
-            rows = self.oracle(family, dtype).next_logprobs(folder, sequences)
             scratch = kept.with_suffix(f".{os.getpid()}.npz")
-            np.savez(scratch, *rows)
+            np.savez(scratch, *ask())
             scratch.replace(kept)
-            return rows
         with np.load(kept) as rows:
             return list(rows.values())
 
