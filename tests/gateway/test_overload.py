@@ -21,14 +21,13 @@ def test_a_full_queue_is_429_with_the_servers_hint(fake, fake_http):
 
 def test_all_who_call_while_the_server_hangs_wait_one_timeout(fake, folder, tmp_path):
     fake.hang_info = True
-    with running_gateway(fake.target, "--tokenizer", folder, scratch=tmp_path) as running:
-
-        def call(_):
-            url = f"{running.url}/v1/completions"
-            return httpx.post(url, json=COMPLETION, timeout=60).status_code
-
-        with ThreadPoolExecutor(40) as pool:
-            assert list(pool.map(call, range(40))) == [504] * 40
+    with (
+        running_gateway(fake.target, "--tokenizer", folder, scratch=tmp_path) as running,
+        httpx.Client(base_url=running.url, timeout=60) as http,
+        ThreadPoolExecutor(40) as pool,
+    ):
+        answers = pool.map(lambda _: http.post("/v1/completions", json=COMPLETION), range(40))
+        assert [answer.status_code for answer in answers] == [504] * 40
     # One for all, another should a caller come late, and the gateway's own at the start and while
     # it runs. One for each caller would be 40 and more.
     assert [method for method, _ in fake.routing.seen].count("GetInfo") < 30

@@ -61,11 +61,11 @@ def test_a_reader_that_stops_reading_gives_its_place_back(fake, folder, tmp_path
     arguments = ["--tokenizer", folder, "--max-requests", 1, "--timeout", 6, "--drain", 2]
     with (
         running_gateway(fake.target, *arguments, scratch=tmp_path) as running,
+        httpx.Client(base_url=running.url) as http,
         stuck_readers(running, 1),
     ):
-        models = f"{running.url}/v1/models"
-        wait_until(lambda: httpx.get(models).status_code == 429, what="no place is free")
-        wait_until(lambda: httpx.get(models).status_code == 200, 30, "the place is free again")
+        wait_until(lambda: http.get("/v1/models").status_code == 429, what="no place is free")
+        wait_until(lambda: http.get("/v1/models").status_code == 200, 30, "it is free again")
 
 
 def test_a_grpc_reader_that_stops_reading_gives_its_place_back(fake, folder, tmp_path):
@@ -74,11 +74,11 @@ def test_a_grpc_reader_that_stops_reading_gives_its_place_back(fake, folder, tmp
     arguments += ["--timeout", 6, "--drain", 2]
     with (
         running_gateway(fake.target, *arguments, scratch=tmp_path) as running,
+        httpx.Client(base_url=running.url) as http,
         grpc_stream(running) as call,
     ):
-        models = f"{running.url}/v1/models"
-        assert httpx.get(models).status_code == 429
-        wait_until(lambda: httpx.get(models).status_code == 200, 30, "the place is free again")
+        assert http.get("/v1/models").status_code == 429
+        wait_until(lambda: http.get("/v1/models").status_code == 200, 30, "the place is free again")
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
