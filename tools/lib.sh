@@ -79,11 +79,14 @@ beside() {
   BESIDE_LINES=$!
 }
 
-# wait_beside WHAT: until the command of `beside` has ended. Ends the script when it failed.
+# wait_beside WHAT: until the command of `beside` has ended. Returns its status.
 wait_beside() {
-  wait "$BESIDE" || die "$1 failed: see $BESIDE_LOG"
+  local status=0
+  wait "$BESIDE" || status=$?
   wait "$BESIDE_LINES" || true
   trap - EXIT
+  ((status == 0)) || printf '%sdorad: %s failed: see %s%s\n' "$RED" "$1" "$BESIDE_LOG" "$RESET" >&2
+  return "$status"
 }
 
 # Compilers of this code take up to 2 GiB each: as many jobs as fit.
