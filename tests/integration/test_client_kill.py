@@ -11,7 +11,7 @@ from dorad.v1 import types_pb2
 from lib.server import ROOT, serve, wait_until
 from lib.tiers import deep
 
-KILLS = 200 if deep() else 100
+KILLS = 200 if deep() else 50
 AT_ONCE = 10
 KINDS = ["generate", "generate", "slow_reader", "score", "publish"]
 

@@ -6,10 +6,11 @@ import time
 import numpy as np
 import pytest
 from lib.server import Server, serve, wait_until
+from lib.tiers import deep
 from lib.wire import LENGTH, Sample, collect
 
 STREAMS = 8
-VERSIONS = 20
+VERSIONS = 20 if deep() else 10
 ROUNDS = 3  # in which each is published once; the first one is for the allocator
 PROMPT = [11, 12, 13, 14, 15]
 TOKENS = 60
