@@ -3,6 +3,7 @@ mistakes are refused by name."""
 
 import asyncio
 import base64
+import functools
 import io
 import os
 import struct
@@ -22,10 +23,13 @@ from lib.gateway import running_gateway
 from lib.pictures import data_url, encoded, photo, place_of, processed
 from lib.server import serve
 from lib.toxics import BadNetwork, Toxic
+from lib.zygote import PICTURES
 
 pytestmark = pytest.mark.timeout(180)
 
 MAX_IMAGES, MAX_TOKENS = 3, 30
+# A gateway imports transformers for its first picture; that of most tests here has it.
+quick_gateway = functools.partial(running_gateway, imports=PICTURES)
 SAMPLED = {"max_tokens": 6, "temperature": 1.0, "seed": 11, "ignore_eos": True}
 
 
@@ -109,7 +113,7 @@ def test_so_are_those_of_other_families(zoo, tmp_path, family):
     folder = zoo.model_with_processor(family)
     with (
         serve(folder, {"tower": zoo.adapter(family, "dora_tower")}) as server,
-        running_gateway(
+        quick_gateway(
             server.grpc, "--tokenizer", folder, "--served-model-name", "base", scratch=tmp_path
         ) as running,
         httpx.Client(base_url=running.url, timeout=60) as http,
@@ -376,7 +380,7 @@ def test_truncation_does_not_go_with_images(http, count):
 
 def test_without_a_root_no_file_is_read(server, folder, root, tmp_path):
     with (
-        running_gateway(
+        quick_gateway(
             server.grpc, "--tokenizer", folder, "--served-model-name", "base", scratch=tmp_path
         ) as running,
         httpx.Client(base_url=running.url, timeout=60) as http,
@@ -401,7 +405,7 @@ def test_a_server_of_texts_takes_no_images(zoo, tmp_path):
 def test_a_folder_without_a_processor_is_refused_by_name(server, zoo, tmp_path):
     folder = zoo.model_with_tokenizer("qwen3_vl")
     with (
-        running_gateway(
+        quick_gateway(
             server.grpc, "--tokenizer", folder, "--served-model-name", "base", scratch=tmp_path
         ) as running,
         httpx.Client(base_url=running.url, timeout=60) as http,
@@ -429,7 +433,7 @@ def test_the_servers_get_an_image_once(server, folder, tmp_path):
     url = data_url(encoded(photo(77, 16, 28)))
     with (
         BadNetwork(server.grpc, Toxic()) as network,
-        running_gateway(
+        quick_gateway(
             network.target, "--tokenizer", folder, "--served-model-name", "base", scratch=tmp_path
         ) as running,
         httpx.Client(base_url=running.url, timeout=60) as http,

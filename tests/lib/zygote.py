@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 CLIENT = ("dorad.cli.app", "dorad.cli.gateway", "dorad.gateway.serve", "dorad.load", "dorad.text")
+PICTURES = (*CLIENT, "dorad.pictures", "transformers.models.auto.image_processing_auto", "torch")
 TRAINING = ("torch", "dorad.train")
 _NUMBER = struct.Struct("i")
 _MAX_MESSAGE = 1 << 20
