@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 
 #include "kernels/dora/linear.h"
 #include "kernels/dora/linear_prefill.h"
