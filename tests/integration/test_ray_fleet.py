@@ -154,6 +154,8 @@ def test_others_find_it_by_its_name(fleet, spec, folder):
         dorad.ray.Fleet("fleet", **spec | {"cpus": 2})
     with pytest.raises(ValueError, match="leave address out"):
         dorad.ray.Fleet("fleet", address="10.0.0.1:6379")
+    with dorad.Fleet("ray:fleet") as plain:
+        assert plain.manifest().members == fleet.manifest().members
     with dorad.ray.Fleet("fleet") as other:
         assert other.servers() == fleet.servers()
 

@@ -326,6 +326,7 @@ class Process:
 
     def __init__(self, network, store, lease=30.0, name=None):
         self.crashed = False
+        self.store = store
         self._tasks = set()
         self.coordinator = Coordinator(
             _Guarded(self, store), _Guarded(self, network), lease=lease, clock=now, name=name

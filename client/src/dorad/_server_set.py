@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 from dorad._aio.client import Client
@@ -24,6 +24,10 @@ class ServerSet:
     """
 
     _may_be_empty = False
+    # An unavailable server may answer again, and one that lacks a version serves other requests or
+    # reports it; a server with another version must not be used.
+    _usable: Sequence[str] = ("ready", "unavailable", "lacking")
+    """States of servers that get work; a server of an earlier one first."""
 
     def __init__(self, targets: Iterable[str], connect: Callable[[str], Client]) -> None:
         self._connect = connect
@@ -43,6 +47,19 @@ class ServerSet:
             raise ValueError(f"{target} is in the pool already")
         self._servers[target] = Server(target, self._connect(target))
 
+    def keep(self, targets: Collection[str]) -> list[Server]:
+        """Makes `targets` the servers. Returns those that are none any more: close their clients.
+
+        Work on them moves to others when that happens.
+        """
+        for target in targets:
+            if target not in self._servers:
+                self.add(target)
+        left = [self._servers.pop(at) for at in self._servers.keys() - set(targets)]
+        for server in left:
+            server.removed = True
+        return left
+
     async def close(self) -> None:
         self._closed.set()
         await asyncio.gather(*(server.client.close() for server in self._servers.values()))
@@ -50,9 +67,7 @@ class ServerSet:
     def _able(self, tried: set[Server]) -> list[Server]:
         """The servers for the next try, without those already tried."""
         left = [server for server in self._servers.values() if server not in tried]
-        # An unavailable server may answer again, and one that lacks a version serves other requests
-        # or reports it; a server with another version must not be used.
-        for state in ("ready", "unavailable", "lacking"):
+        for state in self._usable:
             able = [server for server in left if server.state == state]
             if able:
                 return able

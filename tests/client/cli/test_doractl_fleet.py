@@ -94,5 +94,13 @@ def test_adds_and_removes_members(doractl, path, away):
     assert "no member" in doractl("fleet", "leave", path, away, code=1)
 
 
+def test_the_only_holder_of_a_version_leaves_by_force_only(doractl, server, path):
+    refused = doractl("fleet", "leave", path, server.target, code=1)
+    assert "a@2: FAILED_PRECONDITION: no member has kept its files" in refused
+    assert server.target in read(path).members
+    doractl("fleet", "leave", path, server.target, "--force")
+    assert server.target not in read(path).members
+
+
 def test_a_manifest_must_be_there(doractl, tmp_path):
     assert "No such file" in doractl("fleet", "show", tmp_path / "none", code=64)

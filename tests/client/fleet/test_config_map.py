@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from dorad.fleet import manifest as m
 from dorad.fleet.config_map import ConfigMap
-from dorad.fleet.manifest_store import change
+from dorad.fleet.manifest_store import ManifestFile, change
+from dorad.fleet.stores import store_of
 from fake_server import FakeServer
 
 PATH = "/api/v1/namespaces/ml/configmaps/dorad-fleet"
@@ -133,6 +134,15 @@ def test_the_api_server_is_that_of_the_pod(account, monkeypatch):
     assert ConfigMap("x", account=account)._url == (
         "https://[fd00::1]:6443/api/v1/namespaces/ml/configmaps/x"
     )
+
+
+def test_a_command_line_names_it_by_its_kind(account, monkeypatch, tmp_path):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    found = store_of("configmap:ml/dorad-fleet")
+    assert isinstance(found, ConfigMap) and found._url == f"https://10.0.0.1:443{PATH}"
+    assert store_of(found) is found
+    assert isinstance(store_of(tmp_path / "configmap:x"), ManifestFile)
 
 
 def test_what_else_the_config_map_has_stays(store, api):

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from dorad.errors import DoradError
+import pytest
+from dorad.errors import DoradError, PoolError
 from lib import fleet_simulation
 from lib.fleet_simulation import Disk, Network, Process, Store, files_of, now, run
 
@@ -66,6 +67,54 @@ def test_a_version_that_nobody_has_kept_comes_with_the_next_publish():
         outcome = await coordinator.publish("a", files_of("second"), {"durable": False})
         assert outcome.active.keys() == {"t0", "t1", "t2"}
         assert {active(network, target) for target in network.servers} == {2}
+        await process.crash()
+
+    run(main())
+
+
+def test_a_member_that_leaves_hands_on_what_it_alone_has():
+    async def main():
+        network, process = await fleet(3)
+        await process.coordinator.publish("a", files_of("content"), {"durable": True})
+        lose_all(network, "t1", "t2")
+        await process.coordinator.leave("t0")
+        network.servers.pop("t0").kill()
+        await asyncio.sleep(5.0)
+        assert [active(network, target) for target in network.servers] == [1, 1]
+        assert list((await process.store.read()).members) == ["t1", "t2"]
+        await process.crash()
+
+    run(main())
+
+
+def test_the_only_holder_of_a_version_that_cannot_travel_stays():
+    async def main():
+        network, process = await fleet(2)
+        coordinator = process.coordinator
+        await coordinator.publish("a", files_of("content"), {"durable": False})
+        lose_all(network, "t1")
+        with pytest.raises(PoolError, match=r"a@1: .* no member has kept its files"):
+            await coordinator.leave("t0")
+        await coordinator.leave("t1")  # It has nothing.
+        with pytest.raises(PoolError, match=r"a@1: .* no member has kept"):
+            await coordinator.leave("t0")
+        await coordinator.leave("t0", force=True)
+        assert (await process.store.read()).members == {}
+        await process.crash()
+
+    run(main())
+
+
+def test_of_two_holders_that_leave_at_the_same_time_one_stays():
+    async def main():
+        network, process = await fleet(2)
+        other = Process(network, process.store, lease=LEASE)
+        await process.coordinator.publish("a", files_of("content"), {"durable": True})
+        leaving = [process.coordinator.leave("t0"), other.coordinator.leave("t1")]
+        ended = await asyncio.gather(*leaving, return_exceptions=True)
+        assert sorted(map(type, ended), key=str) == [type(None), PoolError]
+        assert len((await process.store.read()).members) == 1
+        await other.crash()
         await process.crash()
 
     run(main())

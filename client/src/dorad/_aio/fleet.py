@@ -13,8 +13,9 @@ from dorad._asyncio import Runner
 from dorad._pool import connector
 from dorad.fleet.coordinator import LEASE_SECONDS
 from dorad.fleet.manifest import Manifest
-from dorad.fleet.manifest_store import ManifestFile, ManifestStore
+from dorad.fleet.manifest_store import ManifestStore
 from dorad.fleet.servers import FleetPool
+from dorad.fleet.stores import store_of
 
 
 class Fleet(Rollouts):
@@ -26,8 +27,9 @@ class Fleet(Rollouts):
     manifest: each repairs what another one has left.
 
     Args:
-      manifest: a file on a disk that all these processes share a host with, or another store, as
-        `dorad.fleet.config_map.ConfigMap`.
+      manifest: a file on a disk that all these processes share a host with, configmap:NAME or
+        configmap:NAMESPACE/NAME of Kubernetes, ray:NAME for the one of a fleet on Ray, or a store,
+        as `dorad.fleet.config_map.ConfigMap`.
       targets: members to add, if they are none yet: addresses as of `Client`, which the servers
         must reach, too (their peers.allowed).
       lease: seconds after which a publish no longer waits for a silent member, and after which
@@ -60,7 +62,7 @@ class Fleet(Rollouts):
             cert_file=cert_file,
             key_file=key_file,
         )
-        store = ManifestFile(manifest) if isinstance(manifest, (str, os.PathLike)) else manifest
+        store = store_of(manifest)
         self._runner = Runner(lambda: FleetPool(store, targets, make, timeout, retry_for, lease))
         self._pool: FleetPool = self._runner.object
 
@@ -72,9 +74,19 @@ class Fleet(Rollouts):
         """Adds a member. It gets the fleet's versions from the others, and then prompts."""
         await self._runner.run(self._pool.join(target))
 
-    async def leave(self, target: str) -> None:
-        """Removes a member. Its running prompts move to others."""
-        await self._runner.run(self._pool.leave(target))
+    async def leave(self, target: str, *, force: bool = False) -> None:
+        """Removes a member. Its running prompts move to others.
+
+        Before, others get the fleet's versions that it alone has, within the fleet's `timeout`.
+
+        Args:
+          force: it leaves at once, also with the only copy of a version.
+
+        Raises:
+          Conflict: it is no member.
+          PoolError: no other member can get a version, with the reason for each.
+        """
+        await self._runner.run(self._pool.leave(target, force))
 
     async def publish(
         self,

@@ -97,12 +97,13 @@ class Fleet(AnyFleet):
         """Makes the fleet have `count` servers, and returns when all of them run.
 
         New ones are placed by Ray, and get the fleet's versions before prompts. Those that are too
-        many, the last ones, finish their prompts and leave. Those that have failed are replaced.
-        Calls run one after the other.
+        many, the last ones, finish their prompts and leave, after others have got the versions that
+        they alone had (not with 0). Those that have failed are replaced. Calls run one after the
+        other.
 
         Raises:
           PoolError: servers do not run within `timeout` seconds, with the reason of each. New ones
-            among them are taken back.
+            among them are taken back. Or others cannot get a version, with the reason.
         """
         return await self._runner.run(scale(self._actor, self._pool, count, timeout))
 

@@ -18,6 +18,19 @@ from dorad.errors import NotFound
 from dorad.fleet.servers import FleetPool
 
 
+def actor_of(name: str, address: str | None) -> Any:
+    """The actor of a fleet that is there. Raises NotFound.
+
+    `address`: of the cluster, if Ray is not initialised yet.
+    """
+    if not ray.is_initialized():
+        ray.init(address)
+    try:
+        return ray.get_actor(name, NAMESPACE)
+    except ValueError:
+        raise NotFound(f"the cluster has no fleet {name!r}", code="NOT_FOUND") from None
+
+
 def find_fleet(
     name: str,
     address: str | None,
@@ -32,15 +45,12 @@ def find_fleet(
     max_restarts: int,
 ) -> Any:
     """Arguments and errors are those of `dorad.ray.Fleet`."""
-    if not ray.is_initialized():
-        ray.init(address)
-    elif address is not None:
+    if ray.is_initialized() and address is not None:
         raise ValueError("Ray is initialised already, with its own cluster: leave address out")
     if model is None:
-        try:
-            return ray.get_actor(name, NAMESPACE)
-        except ValueError:
-            raise NotFound(f"the cluster has no fleet {name!r}", code="NOT_FOUND") from None
+        return actor_of(name, address)
+    if not ray.is_initialized():
+        ray.init(address)
     own = os.path.join(tempfile.gettempdir(), f"dorad-{name}-{uuid.uuid4().hex}")
     wanted = ServerSpec(
         model=os.fspath(model),
@@ -77,6 +87,11 @@ def find_fleet(
 
 async def scale(actor: Any, pool: FleetPool, count: int, timeout: float) -> list[ServerState]:
     """As `Fleet.scale`, whose pool then knows the members."""
+    if count > 0:  # As the actor chooses them.
+        found: list[ServerState] = await answer(actor.servers.remote())
+        kept = [server for server in found if server.state not in ("failed", "stopped")]
+        if going := [server.target for server in kept[count:] if server.target]:
+            await pool.spare(going)
     states: list[ServerState] = await answer(actor.scale.remote(count, timeout))
     await pool.tend()
     return states

@@ -20,16 +20,26 @@ import dorad
 import dorad.aio
 from dorad._channel import PROBE_SECONDS
 from dorad._pool_server import gather
-from dorad.cli.common import Group, Output, OutputOption, console, size, table
+from dorad.cli.common import (
+    DEFAULT_TIMEOUT,
+    Group,
+    Output,
+    OutputOption,
+    TimeoutOption,
+    console,
+    size,
+    table,
+)
 from dorad.fleet import manifest as m
 from dorad.fleet.coordinator import LEASE_SECONDS
-from dorad.fleet.manifest_store import ManifestFile, change
+from dorad.fleet.manifest_store import ManifestFile, ManifestStore, change
+from dorad.fleet.stores import SPELLINGS, store_of
 
 app = typer.Typer(cls=Group, no_args_is_help=True)
 
 ManifestArgument = Annotated[
-    Path,
-    typer.Argument(metavar="MANIFEST", help="The fleet's manifest, a file.", show_default=False),
+    str,
+    typer.Argument(metavar="MANIFEST", help=f"{SPELLINGS}.".capitalize(), show_default=False),
 ]
 MemberArgument = Annotated[
     str, typer.Argument(metavar="TARGET", help="A server's host:port.", show_default=False)
@@ -78,10 +88,11 @@ class Report:
     adapters: list[Version]
 
 
-def _store(path: Path) -> ManifestFile:
-    if not path.is_file():
-        raise FileNotFoundError(2, os.strerror(2), str(path))
-    return ManifestFile(path)
+def _store(manifest: str) -> ManifestStore:
+    store = store_of(manifest)
+    if isinstance(store, ManifestFile) and not Path(manifest).is_file():
+        raise FileNotFoundError(2, os.strerror(2), manifest)
+    return store
 
 
 @dataclass
@@ -107,12 +118,7 @@ def _member(
     there = found.get(target)
     active = there.active if there else {}
     committed = manifest.committed()
-    behind = [
-        f"{name}@{release.version}"
-        for name, release in committed.items()
-        if name not in active
-        or (active[name].version, active[name].digest) != (release.version, release.digest)
-    ]
+    behind = manifest.behind({name: (v.version, v.digest) for name, v in active.items()})
     state = "away" if there is None else "behind" if behind else "ready"
     versions = {name: version.version for name, version in active.items()}
     missing = (max(release.version - versions.get(n, 0), 0) for n, release in committed.items())
@@ -128,7 +134,7 @@ def _member(
     )
 
 
-async def _report(store: ManifestFile) -> Report:
+async def _report(store: ManifestStore) -> Report:
     manifest = await store.read()
     found, _ = await gather({target: _ask(target) for target in manifest.members})
     now = time.time()
@@ -192,7 +198,18 @@ def join(manifest: ManifestArgument, target: MemberArgument) -> None:
 
 
 @app.command()
-def leave(manifest: ManifestArgument, target: MemberArgument) -> None:
-    """Remove a member. It gets no more prompts."""
-    asyncio.run(change(_store(manifest), lambda of: m.leave(of, target)))
+def leave(
+    manifest: ManifestArgument,
+    target: MemberArgument,
+    force: Annotated[
+        bool, typer.Option("--force", help="At once, also with the only copy of a version.")
+    ] = False,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+) -> None:
+    """Remove a member. It gets no more prompts.
+
+    Before, others get the fleet's versions that it alone has.
+    """
+    with dorad.Fleet(_store(manifest), timeout=timeout) as fleet:
+        fleet.leave(target, force=force)
     print(f"{target} is no member")

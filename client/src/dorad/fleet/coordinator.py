@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from dorad import types as t
 from dorad._pool_server import conflict, gather
 from dorad._routing import affinity
 from dorad.errors import DoradError, InvalidArgument, NotFound, PoolError
+from dorad.fleet import leaving
 from dorad.fleet import manifest as m
 from dorad.fleet.manifest_store import ManifestStore, change
 from dorad.fleet.relay import SOURCE, RelayTree
@@ -470,9 +471,13 @@ class Coordinator:
         targets = list(targets)
         await change(self._store, lambda manifest: m.renew(manifest, targets, self._until()))
 
-    async def leave(self, target: str) -> None:
-        """Removes a member. Raises Lost when it is none."""
-        await change(self._store, lambda manifest: m.leave(manifest, target))
+    async def leave(self, target: str, *, force: bool = False) -> None:
+        """As `leaving.leave`."""
+        await leaving.leave(self._store, self._members, self.tend, target, force=force)
+
+    async def spare(self, targets: Collection[str]) -> None:
+        """As `leaving.spare`."""
+        await leaving.spare(self._store, self._members, self.tend, targets)
 
     async def retire(self, name: str) -> None:
         """Takes a name's committed version back, everywhere. Raises NotFound."""

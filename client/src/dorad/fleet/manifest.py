@@ -95,6 +95,17 @@ class Manifest:
         """By adapter name."""
         return {name: a.committed for name, a in self.adapters.items() if a.committed is not None}
 
+    def behind(self, active: Mapping[str, tuple[int, str]]) -> list[str]:
+        """The committed versions, as name@version, that are not among a member's active ones.
+
+        `active`: (version, digest) by adapter name.
+        """
+        return [
+            f"{name}@{release.version}"
+            for name, release in self.committed().items()
+            if active.get(name) != (release.version, release.digest)
+        ]
+
     def pinned(self, ref: str) -> str:
         """A reference to an adapter as one to the committed version, with its digest.
 

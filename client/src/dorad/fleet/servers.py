@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from dorad import types as t
@@ -45,6 +45,8 @@ class FleetPool(Pool):
     """The work of a fleet, for one event loop; make it there. Its public form is `dorad.Fleet`."""
 
     _may_be_empty = True
+    # Never a server that has not shown the manifest's versions.
+    _usable = ("ready",)
 
     def __init__(
         self,
@@ -110,9 +112,7 @@ class FleetPool(Pool):
         if manifest.generation < self._manifest.generation:
             return  # A read that began later has ended first.
         self._manifest = manifest
-        for target in manifest.members.keys() - self._servers.keys():
-            self.add(target)
-        left = [self._servers.pop(at) for at in self._servers.keys() - manifest.members.keys()]
+        left = self.keep(manifest.members)
         committed = manifest.committed()
         for name in self._history.keys() - committed.keys():
             del self._history[name]
@@ -122,7 +122,6 @@ class FleetPool(Pool):
                 history.versions.append((release.version, release.digest))
                 history.settle()
         for server in left:
-            server.removed = True
             await server.client.close()
 
     # --- What callers do --------------------------------------------------------------------------
@@ -131,9 +130,24 @@ class FleetPool(Pool):
         await self._coordinator.join([target])
         await self.tend()
 
-    async def leave(self, target: str) -> None:
-        await self._coordinator.leave(target)
+    async def leave(self, target: str, force: bool) -> None:
+        async with self._in_time(f"{target} has not left"):
+            await self._coordinator.leave(target, force=force)
         await self._follow()
+
+    async def spare(self, targets: Collection[str]) -> None:
+        """As `leaving.spare`, in the time that the pool has for a change."""
+        async with self._in_time(f"{', '.join(targets)} cannot leave"):
+            await self._coordinator.spare(targets)
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self, failure: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._timeout):
+                yield
+        except TimeoutError:
+            message = f"{failure}: the others have not got its versions in time"
+            raise DeadlineExceeded(message, code="DEADLINE_EXCEEDED") from None
 
     async def publish_release(
         self, name: str, timeout: float | None, options: Mapping[str, Any]
@@ -185,11 +199,6 @@ class FleetPool(Pool):
         with contextlib.suppress(OSError):  # The manifest of the last round is as good.
             await self._follow()
         await self._probe()
-
-    def _able(self, tried: set[Server]) -> list[Server]:
-        """Never a server that has not shown the manifest's versions."""
-        ready = (server for server in self._servers.values() if server.state == "ready")
-        return [server for server in ready if server not in tried]
 
     async def _attempt(
         self, server: Server, request: t.GenerateRequest, timeout: float | None

@@ -1,0 +1,76 @@
+"""Members leave a fleet, and no version with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from dorad._pool_server import conflict, gather
+from dorad.errors import DoradError, PoolError
+from dorad.fleet import manifest as m
+from dorad.fleet.manifest_store import ManifestStore
+
+if TYPE_CHECKING:
+    from dorad.fleet.coordinator import Members
+
+_ROUND_SECONDS = 0.2
+
+Tend = Callable[[], Coroutine[Any, Any, object]]
+"""One round of repairs: `Coordinator.tend`."""
+
+
+async def leave(
+    store: ManifestStore, members: Members, tend: Tend, target: str, *, force: bool
+) -> None:
+    """Removes a member. Before, others get the fleet's versions that it alone has.
+
+    `force`: it leaves at once, also with the only copy.
+
+    Raises Lost when it is no member, and what `spare` raises.
+    """
+    while True:
+        manifest = await store.read()
+        without = m.leave(manifest, target)
+        if not force:
+            await spare(store, members, tend, [target])
+        # Of the same generation: no other holder of a version has left meanwhile.
+        if await store.compare_and_set(manifest.generation, without):
+            return
+
+
+async def spare(
+    store: ManifestStore, members: Members, tend: Tend, targets: Collection[str]
+) -> None:
+    """Waits until members other than `targets` have every version of the fleet.
+
+    Raises PoolError, with the reason for each version that they lack and cannot get.
+    """
+    while True:
+        manifest = await store.read()
+        held, _ = await gather({at: members.held(at, None) for at in manifest.members})
+        has = {at: {(v.name, v.version, v.digest) for v in held[at] if v.ready} for at in held}
+        others = has.keys() - set(targets)
+        lost: dict[str, DoradError] = {}
+        is_coming = False
+        for name, release in manifest.committed().items():
+            version = (name, release.version, release.digest)
+            if any(version in has[at] for at in others):
+                continue
+            if not any(version in found for found in has.values()):
+                reason = "no member that answers has it"
+            elif not release.options.get("durable"):
+                reason = "no member has kept its files"
+            elif not others:
+                reason = "no other member answers"
+            else:
+                is_coming = True
+                continue
+            lost[f"{name}@{release.version}"] = conflict(reason)
+        if lost:
+            going = ", ".join(sorted(targets))
+            raise PoolError(f"the fleet would lose versions without {going}", lost)
+        if not is_coming:
+            return
+        await tend()
+        await asyncio.sleep(_ROUND_SECONDS)
