@@ -10,6 +10,7 @@ import grpc
 import httpx
 import numpy as np
 import pytest
+from dorad._routing import affinity, home_key
 from dorad.v1 import types_pb2
 from fake_server import FakeServer, fail, overloaded, shutting_down, wait_for
 from fake_server.errors import connection_lost
@@ -23,10 +24,18 @@ SERVING, AWAY = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckRe
 STREAM = {**COMPLETION, "stream": True, "return_token_ids": True}
 
 
+def home_first(targets, prompt):
+    """In the order in which the gateway asks idle servers for a prompt to the base model."""
+    key = home_key("", prompt)
+    return sorted(targets, key=lambda target: -affinity(target, key))
+
+
 @pytest.fixture
 def pair():
-    with FakeServer() as first, FakeServer() as second:
-        yield first, second
+    """The first one is the home of COMPLETION."""
+    with FakeServer() as one, FakeServer() as other:
+        first = home_first([one.target, other.target], COMPLETION["prompt"])[0]
+        yield (one, other) if first == one.target else (other, one)
 
 
 @contextlib.contextmanager
@@ -66,7 +75,19 @@ def ready_by_metrics(http):
     ]
 
 
-def test_requests_go_to_the_server_with_the_fewest(pair, http):
+def test_prompts_that_begin_alike_meet_on_one_server(pair, http):
+    targets = [server.target for server in pair]
+    prompts = [[n, 1] for n in range(8)]
+    for prompt in prompts * 2:
+        body = {**COMPLETION, "prompt": prompt}
+        assert http.post("/v1/completions", json=body).status_code == 200
+    homes = [home_first(targets, prompt)[0] for prompt in prompts]
+    assert [len(server.generate_calls) for server in pair] == [
+        2 * homes.count(target) for target in targets
+    ]
+
+
+def test_a_server_gets_no_more_than_its_bound(pair, http):
     for server in pair:
         server.endless, server.token_delay = True, 0.005
     with contextlib.ExitStack() as stack:
@@ -76,7 +97,7 @@ def test_requests_go_to_the_server_with_the_fewest(pair, http):
             lines = answer.iter_lines()
             next(lines)
             stack.callback(lines.close)
-        assert [server.running for server in pair] == [2, 2]
+        assert [server.running for server in pair] == [3, 1]  # At most 1.25 * 5 / 2 with the next.
     assert wait_for(lambda: [server.running for server in pair] == [0, 0], 60)
 
 
@@ -257,13 +278,18 @@ def test_one_refusal_of_a_token_is_final(pair, http):
 
 def test_requests_outlive_the_kill_of_a_real_server(zoo, folder, tmp_path):
     """Whole answers are repeated elsewhere, bitwise the same; nobody gets an error."""
-    body = {"model": "", "prompt": [1, 40, 77], "max_tokens": 64, "ignore_eos": True, "seed": 5}
+    body = {"model": "", "max_tokens": 64, "ignore_eos": True, "seed": 5}
     with (
         serve(folder) as kept,
         serve(folder, expect_exit=None) as killed,
         dorad.Client(kept.grpc) as client,
     ):
         body["model"] = client.info().model.name
+        body["prompt"] = next(
+            prompt
+            for prompt in ([1, 40, n] for n in range(77, 177))
+            if home_first([killed.grpc, kept.grpc], prompt)[0] == killed.grpc
+        )
         (wanted,) = client.generate(body["prompt"], max_tokens=64, ignore_eos=True, seed=5)
         with through([killed.grpc, kept.grpc], tmp_path) as http:
             assert http.post("/v1/completions", json=body).status_code == 200

@@ -42,7 +42,7 @@ def _is_v6(address: str) -> bool:
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(?::[0-9]+)?")
 
 
-def _host(address: str) -> str:
+def host_of(address: str) -> str:
     """The host of "host", "host:port", "[v6]", "[v6]:port" or "v6"; other text is returned as it
     is."""
     match = _ADDRESS.fullmatch(address)
@@ -91,14 +91,14 @@ def is_local(target: str) -> bool:
     if "%" in target:  # gRPC decodes it, possibly to a list of addresses.
         return False
     if not colon or scheme not in ("dns", "ipv4", "ipv6"):
-        return is_loopback(_host(target))
+        return is_loopback(host_of(target))
     if path.startswith("//"):
         authority, _, path = path.removeprefix("//").partition("/")
         if authority:  # Another host resolves the name.
             return False
     # gRPC connects to any of them.
     addresses = [path] if scheme == "dns" else path.split(",")
-    return all(is_loopback(_host(address.removeprefix("/"))) for address in addresses)
+    return all(is_loopback(host_of(address.removeprefix("/"))) for address in addresses)
 
 
 def _given(value: StrPath | None, variable: str) -> str | None:
@@ -180,3 +180,13 @@ class Access:
         if credentials is None:
             return grpc.aio.insecure_channel(target, _without_proxy(options))
         return grpc.aio.secure_channel(target, credentials, options)
+
+
+def check_encrypted(target: str, token: str, allow_insecure: bool) -> None:
+    """Raises ValueError for a server on another host that is reached in plain text."""
+    encrypted = Access.of(token or None, None, None, None, None).credentials is not None
+    if not is_local(target) and not encrypted and not allow_insecure:
+        raise ValueError(
+            f"{target} is reached in plain text: set DORAD_CA_FILE, use a proxy on this "
+            "host, or pass --allow-insecure"
+        )

@@ -288,13 +288,6 @@ class Pool(ServerSet):
         self._check(request, samples, server, history, mark)
         return samples
 
-    def _choose(self, able: list[Server], adapter: str, home: bytes) -> Server:
-        most = _routing.most_outstanding(server.outstanding for server in able)
-        return max(
-            (server for server in able if server.outstanding < most),
-            key=lambda server: _routing.affinity(server.target, home),
-        )
-
     def _lacks(self, server: Server, adapter: str) -> None:
         if self._is_expected(adapter):
             server.state = "lacking"

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
+from dorad import _routing
 from dorad._aio.client import Client
 from dorad._arguments import items
 from dorad._asyncio import is_set_within
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 
 class ServerSet:
-    """Work goes to the server with the least of it, and to another one when that server fails.
+    """Work goes to its home or the server with the least of it, and elsewhere when that fails.
 
     It owns the clients. Use it from one event loop.
     """
@@ -73,13 +74,15 @@ class ServerSet:
                 return able
         return []
 
-    def _order(self, server: Server, adapter: str) -> tuple[float, ...]:
-        """The server with the lowest one is asked first."""
-        return (server.outstanding,)
-
     def _choose(self, able: list[Server], adapter: str, home: bytes) -> Server:
         """The server that is asked. `home`: equal for work that should meet on one server."""
-        return min(able, key=lambda server: self._order(server, adapter))
+        if not home:
+            return min(able, key=lambda server: server.outstanding)
+        most = _routing.most_outstanding(server.outstanding for server in able)
+        return max(
+            (server for server in able if server.outstanding < most),
+            key=lambda server: _routing.affinity(server.target, home),
+        )
 
     def _lacks(self, server: Server, adapter: str) -> None:
         """Notes that a server does not have the version of `adapter`."""

@@ -118,7 +118,7 @@ def _member(
     there = found.get(target)
     active = there.active if there else {}
     committed = manifest.committed()
-    behind = manifest.behind({name: (v.version, v.digest) for name, v in active.items()})
+    behind = manifest.behind({(v.name, v.version, v.digest) for v in active.values()})
     state = "away" if there is None else "behind" if behind else "ready"
     versions = {name: version.version for name, version in active.items()}
     missing = (max(release.version - versions.get(n, 0), 0) for n, release in committed.items())

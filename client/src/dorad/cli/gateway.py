@@ -15,6 +15,7 @@ from dorad._channel import DEFAULT_TARGET
 from dorad.cli.common import DEFAULT_TIMEOUT, TimeoutOption, VersionOption
 from dorad.cli.generate import Logprobs
 from dorad.cli.server import ContextOption, of_context
+from dorad.fleet.stores import SPELLINGS
 from dorad.gateway.log import LogFormat, LogLevel, start_logging
 
 
@@ -149,6 +150,13 @@ def gateway(
             "One for each target, in their order.",
         ),
     ] = None,
+    fleet: Annotated[
+        str,
+        typer.Option(
+            envvar="DORAD_FLEET",
+            help=f"Manifest of a fleet, whose members are the servers: {SPELLINGS}.",
+        ),
+    ] = "",
     context: ContextOption = "",
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
     version: VersionOption = False,
@@ -163,9 +171,9 @@ def gateway(
         raise ImportError(f"{error}: pip install 'dorad[cli,gateway]'") from error
     given = {"context": context, "target": target, "admin_target": admin_target}
     of_one = of_context(ctx, given)
-    if "target" in of_one:
+    if "target" in of_one and not fleet:
         target = [of_one["target"]]
-    if of_one.get("admin_target"):
+    if of_one.get("admin_target") and not fleet:
         admin_target = [of_one["admin_target"]]
     if image_root and tokenizer is None:
         raise ValueError("--image-root needs --tokenizer")
@@ -174,7 +182,8 @@ def gateway(
     most = {"body_bytes": max_body_bytes, "choices": max_choices, "requests": max_requests}
     start_logging(log_level, log_format)
     settings = Settings(
-        targets=tuple(target or [DEFAULT_TARGET]),
+        targets=tuple(target or ([] if fleet else [DEFAULT_TARGET])),
+        fleet=fleet,
         admin_targets=tuple(admin_target or []),
         listen=listen,
         grpc_listen=grpc_listen,

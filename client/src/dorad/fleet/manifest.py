@@ -7,7 +7,7 @@ A `ManifestStore` decides between two changes of the same generation. Times are 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -95,15 +95,15 @@ class Manifest:
         """By adapter name."""
         return {name: a.committed for name, a in self.adapters.items() if a.committed is not None}
 
-    def behind(self, active: Mapping[str, tuple[int, str]]) -> list[str]:
-        """The committed versions, as name@version, that are not among a member's active ones.
+    def behind(self, held: Collection[tuple[str, int, str]]) -> list[str]:
+        """The committed versions, as name@version, that are not among those of a member.
 
-        `active`: (version, digest) by adapter name.
+        `held`: name, version and digest of each.
         """
         return [
             f"{name}@{release.version}"
             for name, release in self.committed().items()
-            if active.get(name) != (release.version, release.digest)
+            if (name, release.version, release.digest) not in held
         ]
 
     def pinned(self, ref: str) -> str:

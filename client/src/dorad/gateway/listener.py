@@ -1,8 +1,13 @@
-"""The HTTP listener's socket."""
+"""Listeners of HTTP and gRPC, and where they may be."""
 
 from __future__ import annotations
 
 import socket
+from pathlib import Path
+
+import grpc
+
+from dorad._access import is_loopback
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -21,3 +26,32 @@ def listen(address: str) -> socket.socket:
     # without it the second write of an answer waits for the client's delayed ACK, 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+def is_exposed(address: str) -> bool:
+    """Whether other hosts can reach a listening address."""
+    return not is_loopback(split_address(address)[0])
+
+
+def check_listener(address: str, tls_cert: str, tls_key: str, allow_insecure: bool) -> None:
+    """Raises ValueError for plain text that other hosts can reach, and for half a key pair."""
+    if bool(tls_cert) != bool(tls_key):
+        raise ValueError("--tls-cert and --tls-key must be given together")
+    if is_exposed(address) and not tls_cert and not allow_insecure:
+        raise ValueError(
+            f"{address} is not on the loopback: give --tls-cert and --tls-key, put a "
+            "proxy in front, or pass --allow-insecure"
+        )
+
+
+def add_grpc_port(server: grpc.aio.Server, address: str, tls_cert: str, tls_key: str) -> str:
+    """A listener of a gRPC server at HOST:PORT. Returns its address. Raises OSError."""
+    try:
+        if tls_cert:
+            pair = (Path(tls_key).read_bytes(), Path(tls_cert).read_bytes())
+            port = server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+        else:
+            port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}: {error}") from None
+    return f"{address.rpartition(':')[0]}:{port}"

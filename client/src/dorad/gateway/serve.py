@@ -16,11 +16,12 @@ import uvicorn
 import dorad
 import dorad.aio
 from dorad import types as t
-from dorad._access import Access, is_local, is_loopback
+from dorad._access import check_encrypted
+from dorad.fleet.stores import store_of
 from dorad.gateway.admission import OPEN_TO_ALL
 from dorad.gateway.app import application
 from dorad.gateway.core import Gateway, Limits
-from dorad.gateway.listener import listen, split_address
+from dorad.gateway.listener import add_grpc_port, check_listener, is_exposed, listen
 from dorad.gateway.oip_grpc import OpenInferenceService
 from dorad.gateway.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from dorad.gateway.rl.options import RlOptions
@@ -33,9 +34,11 @@ class Settings:
     """Options of `doractl gateway`."""
 
     targets: tuple[str, ...]
-    """Servers of one model."""
+    """Servers of one model. (): the members of `fleet`."""
     listen: str
     """host:port. Port 0: a free port."""
+    fleet: str = ""
+    """A fleet's manifest, as `dorad.fleet.stores.SPELLINGS` says."""
     admin_targets: tuple[str, ...] = ()
     """Addresses of the adapter and control services, one for each target. (): the targets."""
     grpc_listen: str = ""
@@ -73,27 +76,18 @@ def check(settings: Settings) -> None:
             f"{len(settings.admin_targets)} --admin-target for {len(settings.targets)} --target: "
             "give one for each, in their order"
         )
-    encrypted = Access.of(settings.token or None, None, None, None, None).credentials is not None
+    if settings.fleet and settings.targets:
+        raise ValueError("--fleet has the servers: no --target")
+    if settings.fleet and settings.rl is not None:
+        raise ValueError("--rl loads adapters itself: with --fleet a trainer publishes them")
     for target in (*settings.targets, *settings.admin_targets):
-        if not is_local(target) and not encrypted and not settings.allow_insecure:
-            raise ValueError(
-                f"{target} is reached in plain text: set DORAD_CA_FILE, use a proxy on this "
-                "host, or pass --allow-insecure"
-            )
-    if bool(settings.tls_cert) != bool(settings.tls_key):
-        raise ValueError("--tls-cert and --tls-key must be given together")
-    for address in _beyond_loopback(settings):
-        if not settings.tls_cert and not settings.allow_insecure:
-            raise ValueError(
-                f"{address} is not on the loopback: give --tls-cert and --tls-key, put a "
-                "proxy in front, or pass --allow-insecure"
-            )
+        check_encrypted(target, settings.token, settings.allow_insecure)
+    for address in _listeners(settings):
+        check_listener(address, settings.tls_cert, settings.tls_key, settings.allow_insecure)
 
 
-def _beyond_loopback(settings: Settings) -> list[str]:
-    """Listening addresses that other hosts can reach."""
-    addresses = filter(None, (settings.listen, settings.grpc_listen))
-    return [address for address in addresses if not is_loopback(split_address(address)[0])]
+def _listeners(settings: Settings) -> list[str]:
+    return [address for address in (settings.listen, settings.grpc_listen) if address]
 
 
 class _Server(uvicorn.Server):
@@ -116,7 +110,7 @@ async def serve(
     """
     check(settings)
     async with _serving(settings) as servers:
-        exposed = bool(_beyond_loopback(settings)) and not settings.allow_insecure
+        exposed = any(map(is_exposed, _listeners(settings))) and not settings.allow_insecure
         gateway = Gateway(
             servers,
             text,
@@ -151,17 +145,22 @@ async def _serving(settings: Settings) -> AsyncIterator[Servers]:
     admin_of = settings.admin_of
 
     def connect(target: str) -> dorad.aio.Client:
+        if settings.fleet:  # Members were not known to `check`.
+            check_encrypted(target, settings.token, settings.allow_insecure)
+        admin = admin_of.get(target, target)
         # No retries on one server: the caller gets the retry hint and decides.
         return dorad.aio.Client(
             target,
-            admin_target=None if admin_of[target] == target else admin_of[target],
+            admin_target=None if admin == target else admin,
             retry_for=0,
             timeout=settings.limits.timeout,
             token=settings.token or None,
         )
 
-    servers = Servers(settings.targets, connect, settings.rl)
+    store = store_of(settings.fleet) if settings.fleet else None
+    servers = Servers(settings.targets, connect, settings.rl, store)
     try:
+        await servers.follow()
         await _check_servers(servers, admin_of)
         await servers.look()
         watching = asyncio.create_task(servers.watch())
@@ -186,8 +185,8 @@ async def _check_servers(servers: Servers, admin_of: dict[str, str]) -> None:
             # Refusals by the server have a reason; those of a proxy have none.
             if answer.code in ("UNIMPLEMENTED", "PERMISSION_DENIED") and not answer.reason:
                 raise ValueError(
-                    f"{admin_of[target]} does not offer GetInfo ({answer}): give the server's own "
-                    "address, or its server.admin_listen as --admin-target"
+                    f"{admin_of.get(target, target)} does not offer GetInfo ({answer}): give the "
+                    "server's own address, or its server.admin_listen as --admin-target"
                 )
         else:
             models.setdefault(answer.model.digest, f"{answer.model.name} at {target}")
@@ -210,20 +209,10 @@ async def _grpc_server(
         ]
     )
     add_GRPCInferenceServiceServicer_to_server(OpenInferenceService(gateway), server)
-    credentials = None
-    if settings.tls_cert:
-        pair = (Path(settings.tls_key).read_bytes(), Path(settings.tls_cert).read_bytes())
-        credentials = grpc.ssl_server_credentials([pair])
-    try:
-        if credentials is not None:
-            port = server.add_secure_port(settings.grpc_listen, credentials)
-        else:
-            port = server.add_insecure_port(settings.grpc_listen)
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {settings.grpc_listen}: {error}") from None
+    address = add_grpc_port(server, settings.grpc_listen, settings.tls_cert, settings.tls_key)
     await server.start()
     try:
-        yield server, f"{settings.grpc_listen.rpartition(':')[0]}:{port}"
+        yield server, address
     finally:
         await server.stop(settings.drain_seconds)
         await _end_calls()

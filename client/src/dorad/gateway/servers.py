@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
 import time
 from collections import OrderedDict
 from collections.abc import (
@@ -14,20 +13,21 @@ from collections.abc import (
     Awaitable,
     Callable,
     Iterable,
-    Mapping,
     Sequence,
 )
 from typing import Any, Self, TypeVar, Unpack, cast
 from weakref import WeakValueDictionary
 
+from dorad import _routing
 from dorad import types as t
 from dorad._aio.client import Client
-from dorad._channel import PROBE_SECONDS, Budget
+from dorad._channel import Budget
 from dorad._pool import Pool
 from dorad._pool_server import Server, gather
 from dorad._retry import Attempts
-from dorad._server_set import ServerSet
 from dorad.errors import DoradError, NotFound, PermissionDenied, PoolError, Unavailable
+from dorad.fleet.manifest_store import ManifestStore
+from dorad.fleet.watched import WatchedServers
 from dorad.gateway.answers import Answers
 from dorad.gateway.rl.names import server_ref, shown_spans, shown_version
 from dorad.gateway.rl.options import RlOptions
@@ -42,16 +42,8 @@ _LACKING_MOST = 4096  # Callers name the adapters, so the number must be bounded
 _POLICY_SECONDS = 10.0  # Another gateway may load the adapter with another policy.
 _POLICY_TAG = "in_flight_policy"
 
-_TOLD = {
-    "ready": "server is ready",
-    "unavailable": "server takes no requests",
-    "stale": "server holds another model and gets no requests",
-}
 
-_log = logging.getLogger("dorad.gateway")
-
-
-class Servers(ServerSet):
+class Servers(WatchedServers):
     """The pool of the gateway: servers of one model, each with adapters of its own.
 
     A server without the adapter of a request is passed over. Use it from one event loop.
@@ -59,6 +51,7 @@ class Servers(ServerSet):
     Args:
       rl: adapters have any names, requests wait while the servers are full or paused, and follow
         the active version by its policy.
+      store: the manifest of a fleet in place of `targets`; not with `rl`.
     """
 
     def __init__(
@@ -66,24 +59,19 @@ class Servers(ServerSet):
         targets: Iterable[str],
         connect: Callable[[str], Client],
         rl: RlOptions | None = None,
+        store: ManifestStore | None = None,
     ) -> None:
-        super().__init__(targets, connect)
+        super().__init__(targets, connect, store)
         self.rl = rl
         # By the adapter's name on the servers, while they are in use.
         self._changes: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         # In-flight policies by the adapter's name on the servers.
         self._policies: Answers[str, str] = Answers(seconds=_POLICY_SECONDS, most=_LACKING_MOST)
-        self._told: dict[str, str] = {}
         self._lacking: OrderedDict[tuple[str, str], float] = OrderedDict()
 
     def of(self, metadata: Metadata | None = None) -> Calls:
         """Calls that carry `metadata`. None: the gateway's own calls."""
         return Calls(self, metadata)
-
-    @property
-    def states(self) -> dict[str, str]:
-        """By target: "ready", "unavailable", or "stale" for a server of another model."""
-        return {target: server.state for target, server in self._servers.items()}
 
     def _lacks(self, server: Server, adapter: str) -> None:
         self._lacking[server.target, adapter] = time.monotonic() + _LACKING_SECONDS
@@ -108,62 +96,10 @@ class Servers(ServerSet):
                 for target in self.targets:
                     self._lacking.pop((target, adapter), None)
 
-    def _order(self, server: Server, adapter: str) -> tuple[float, ...]:
-        lacks = self._lacking.get((server.target, adapter), 0.0) > time.monotonic()
-        return (lacks, server.outstanding)
-
-    # --- State ------------------------------------------------------------------------------------
-
-    async def serving(self) -> bool:
-        """Whether at least one server takes requests."""
-        tasks = [asyncio.create_task(_is_serving(s)) for s in self._servers.values()]
-        try:
-            for answer in asyncio.as_completed(tasks):
-                if await answer:
-                    return True
-            return False
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def look(self) -> None:
-        """Asks every server for its state. The first that serves decides on the model."""
-        servers = list(self._servers.values())
-        serving, (infos, _) = await asyncio.gather(
-            asyncio.gather(*map(_is_serving, servers)),
-            gather({s.target: s.client.info(timeout=PROBE_SECONDS) for s in servers}),
-        )
-        model: str | None = None
-        for server, serves in zip(servers, serving, strict=True):
-            state = "ready" if serves else "unavailable"
-            if serves and server.target in infos:
-                digest = infos[server.target].model.digest
-                model = digest if model is None else model
-                if digest != model:
-                    state = "stale"
-            if state != self._told.get(server.target):
-                self._told[server.target] = state
-                level = logging.INFO if state == "ready" else logging.WARNING
-                _log.log(level, _TOLD[state], extra={"fields": {"server": server.target}})
-            server.state = state
-
-    async def watch(self) -> None:
-        """Keeps the states up to date. Never returns."""
-        while True:
-            await asyncio.sleep(PROBE_SECONDS)
-            await self.look()
-
-    async def each(self, ask: Callable[[Client], Awaitable[T]]) -> Mapping[str, T | DoradError]:
-        """The answer of every server, or its failure, by target."""
-        found, failures = await gather({s.target: ask(s.client) for s in self._servers.values()})
-        return {**found, **failures}
-
-
-async def _is_serving(server: Server) -> bool:
-    try:
-        return await server.client.health(timeout=PROBE_SECONDS) == "serving"
-    except DoradError:
-        return False
+    def _choose(self, able: list[Server], adapter: str, home: bytes) -> Server:
+        now = time.monotonic()
+        have = [s for s in able if self._lacking.get((s.target, adapter), 0.0) <= now]
+        return super()._choose(have or able, adapter, home)
 
 
 class Calls:
@@ -217,12 +153,16 @@ class Calls:
         self, sequences: Sequence[t.TokenIds], adapters: Sequence[str | None], *, timeout: float,
         **options: Any,
     ) -> t.ScoreResult:  # fmt: skip
-        refs = [adapter and self._ref(adapter) for adapter in adapters]
-        found = await self._once(
-            next((ref for ref in refs if ref), ""),
-            timeout,
-            lambda client, left: client.score(sequences, refs, timeout=left, **options),
-        )
+        named = [adapter and self._ref(adapter) for adapter in adapters]
+
+        async def ask(refs: Sequence[str | None]) -> t.ScoreResult:
+            return await self._once(
+                next((ref for ref in named if ref), ""),
+                timeout,
+                lambda client, left: client.score(sequences, refs, timeout=left, **options),
+            )
+
+        found = await self._servers.with_versions(named, ask)
         if self._servers.rl is None:
             return found
         return dataclasses.replace(found, versions=shown_spans(found.versions))
@@ -233,14 +173,21 @@ class Calls:
         request = t.GenerateRequest(token_ids, **await self._for_server(options))
         attempts = self._attempts(timeout)
 
-        async def one(server: Server, others: bool) -> list[t.Sample]:
-            client = self._client(server)
-            once = client._attempts(attempts.budget.left, 0.0)
-            with server.working():
-                # Samples that the server's end cuts short are repeated elsewhere if possible.
-                return await client._generate(request, once, client._calls, complete=others)
+        async def ask(refs: Sequence[str | None]) -> list[t.Sample]:
+            addressed = dataclasses.replace(request, adapter=refs[0])
 
-        samples, _ = await self._servers._run(request.adapter or "", attempts, one)
+            async def one(server: Server, others: bool) -> list[t.Sample]:
+                client = self._client(server)
+                once = client._attempts(attempts.budget.left, 0.0)
+                with server.working():
+                    # Samples that the server's end cuts short are repeated elsewhere if possible.
+                    return await client._generate(addressed, once, client._calls, complete=others)
+
+            home = _routing.home_key(request.adapter or "", token_ids)
+            samples, _ = await self._servers._run(request.adapter or "", attempts, one, home)
+            return samples
+
+        samples = await self._servers.with_versions([request.adapter], ask)
         return [self._shown(sample) for sample in samples]
 
     def _shown(self, new: S) -> S:
@@ -261,21 +208,29 @@ class Calls:
         attempts = self._attempts(timeout)
 
         async with contextlib.AsyncExitStack() as held:
-
-            async def begin(server: Server, others: bool) -> tuple[Any, t.Delta | None]:
-                async with contextlib.AsyncExitStack() as attempt:
-                    attempt.enter_context(server.working())
-                    client = self._client(server)
-                    stream = client.stream(token_ids, timeout=attempts.budget.left, **options)
-                    await attempt.enter_async_context(stream)
-                    first = await anext(stream, None)
-                    if others and _was_aborted(first):
-                        await client._check_serving()
-                    held.push_async_exit(attempt.pop_all())
-                    return stream, first
-
             adapter = options.get("adapter") or ""
-            (stream, first), server = await self._servers._run(adapter, attempts, begin)
+            home = _routing.home_key(adapter, token_ids)
+
+            async def ask(refs: Sequence[str | None]) -> tuple[tuple[Any, t.Delta | None], Server]:
+                addressed: t.GenerateOptions = {**options, "adapter": refs[0]}
+
+                async def begin(server: Server, others: bool) -> tuple[Any, t.Delta | None]:
+                    async with contextlib.AsyncExitStack() as attempt:
+                        attempt.enter_context(server.working())
+                        client = self._client(server)
+                        left = attempts.budget.left
+                        stream = client.stream(token_ids, timeout=left, **addressed)
+                        await attempt.enter_async_context(stream)
+                        first = await anext(stream, None)
+                        if others and _was_aborted(first):
+                            await client._check_serving()
+                        held.push_async_exit(attempt.pop_all())
+                        return stream, first
+
+                return await self._servers._run(adapter, attempts, begin, home)
+
+            asked = self._servers.with_versions([options.get("adapter")], ask)
+            (stream, first), server = await asked
             if first is None:
                 return
             yield self._shown(first)
