@@ -41,7 +41,9 @@ def test_carries_generated_modules_with_types(wheel):
         for end in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi"):
             assert f"dorad/v1/{stem}{end}" in names
     assert {
-        f"dorad/gateway/open_inference_pb2{end}" for end in (".py", ".pyi", "_grpc.py")
+        f"dorad/gateway/{stem}_pb2{end}"
+        for stem in ("open_inference", "external_processing")
+        for end in (".py", ".pyi", "_grpc.py")
     } <= names
     assert {"dorad/_sync/client.py", "dorad/_sync/stream.py"} <= names
     assert {"dorad/py.typed", "dorad/v1/__init__.py", "dorad/cli/app.py"} <= names
@@ -62,7 +64,7 @@ def test_names_its_programs_and_what_it_needs(wheel):
 def test_generated_modules_work_with_every_runtime_of_the_promised_range(wheel):
     """Newer generators write a check of the runtime's version, which narrows the range."""
     sources = {n: wheel.read(n).decode() for n in wheel.namelist() if re.search(r"_pb2\w*\.py$", n)}
-    assert len(sources) == 10
+    assert len(sources) == 12
     for name, source in sources.items():
         assert "runtime_version" not in source and "GRPC_GENERATED_VERSION" not in source, name
     needs = [line.split()[1] for line in read(wheel, "METADATA").splitlines() if "protobuf" in line]

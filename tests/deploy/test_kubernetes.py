@@ -11,6 +11,7 @@ import pytest
 import yaml
 from dorad.cli.gateway import gateway as gateway_command
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from lib import gateway_api
 from lib.server import ROOT, check_config, serve
 
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -33,8 +34,9 @@ EVERY_DOCUMENT = [
     if path.name != "kustomization.yaml"
     for item in documents(path)
 ]
-# test_kubernetes_fleet.py is about the overlay for fleets.
-EVERYTHING = [(path, item) for path, item in EVERY_DOCUMENT if "overlays/fleet/" not in path]
+# test_kubernetes_fleet.py and test_kubernetes_inference.py are about these overlays.
+OTHERS = ("overlays/fleet/", "overlays/inference/")
+EVERYTHING = [(path, item) for path, item in EVERY_DOCUMENT if not path.startswith(OTHERS)]
 
 
 def all_of(kind: str) -> dict[str, dict]:
@@ -68,6 +70,9 @@ def port_number(workload: dict, name: str) -> int:
     ids=[f"{path}:{item['kind']}" for path, item in EVERY_DOCUMENT],
 )
 def test_kubernetes_takes_the_manifest(item: dict) -> None:
+    if item["kind"] in gateway_api.KINDS:
+        gateway_api.validate(item)
+        return
     if item["kind"] in SCHEMALESS:
         assert item.keys() == {"apiVersion", "kind", "metadata", "spec"}
         return
@@ -86,7 +91,8 @@ def test_the_validation_is_strict() -> None:
 
 
 @pytest.mark.parametrize(
-    "folder", ["../nginx", "base", "gateway", "overlays/cpu", "overlays/fleet"]
+    "folder",
+    ["../nginx", "base", "gateway", "overlays/cpu", "overlays/fleet", "overlays/inference"],
 )
 def test_kustomizations_name_files_that_are_there_and_leave_none_out(folder: str) -> None:
     root = (FOLDER / folder).resolve()

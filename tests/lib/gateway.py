@@ -14,7 +14,7 @@ from pathlib import Path
 from lib.server import environment
 from lib.zygote import CLIENT, Program
 
-READY = re.compile(r"^dorad gateway ready http=(\S+)(?: grpc=(\S+))?$")
+READY = re.compile(r"^dorad (?:gateway|endpoint-picker) ready(?: http=(\S+))?(?: grpc=(\S+))?$")
 _MAIN = "from dorad.cli import main; main()"
 # The clock of the gateway's event loop. SIGUSR1 puts it forward, and wakes the loop.
 CLOCK_STEP = 400.0
@@ -47,11 +47,14 @@ class RunningGateway:
 
 
 def command(
-    target: str | Sequence[str], *arguments: object, stepped_clock: bool = False
+    target: str | Sequence[str],
+    *arguments: object,
+    stepped_clock: bool = False,
+    program: str = "gateway",
 ) -> list[str]:
     main = (_STEPPED_CLOCK if stepped_clock else "") + _MAIN
     targets = [target] if isinstance(target, str) else target
-    line = [sys.executable, "-c", main, "gateway"]
+    line = [sys.executable, "-c", main, program]
     line += [word for target in targets for word in ("--target", target)]
     return [*line, "--listen", "127.0.0.1:0", *map(str, arguments)]
 
@@ -63,15 +66,18 @@ def running_gateway(
     scratch: Path,
     stepped_clock: bool = False,
     imports: tuple[str, ...] = CLIENT,
+    program: str = "gateway",
     **env: str,
 ) -> Iterator[RunningGateway]:
     """It must end with exit code 0 on SIGTERM, and must not have logged an exception.
 
-    imports: what it has imported before its start, so that it takes less time (lib.zygote)."""
-    log_path = scratch / "gateway.log"
+    imports: what it has imported before its start, so that it takes less time (lib.zygote).
+    program: "gateway" or "endpoint-picker".
+    """
+    log_path = scratch / f"{program}.log"
     with log_path.open("wb") as log:
         process = Program(
-            command(target, *arguments, stepped_clock=stepped_clock),
+            command(target, *arguments, stepped_clock=stepped_clock, program=program),
             imports=imports,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -81,7 +87,7 @@ def running_gateway(
         line = process.stdout.readline().strip()
         match = READY.match(line)
         assert match, f"no ready line but {line!r}\n{log_path.read_text()}"
-        yield RunningGateway(process, match.group(1), match.group(2) or "", log_path)
+        yield RunningGateway(process, match.group(1) or "", match.group(2) or "", log_path)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)

@@ -17,12 +17,22 @@ from dorad import types as t
 
 PREFIX_TOKENS = 256
 """Prompts with so many equal first tokens have the same home."""
+PREFIX_CHARACTERS = 1024
+"""Likewise, where a prompt is not tokenized."""
 LOAD_FACTOR = 1.25
 
 
 def home_key(adapter: str, token_ids: t.TokenIds) -> bytes:
     """Of all prompts for an adapter that begin alike."""
-    first = np.asarray(token_ids[:PREFIX_TOKENS], dtype="<i8").tobytes()
+    return _key(adapter, np.asarray(token_ids[:PREFIX_TOKENS], dtype="<i8").tobytes())
+
+
+def text_key(adapter: str, text: str) -> bytes:
+    """Of all texts for an adapter that begin alike."""
+    return _key(adapter, text[:PREFIX_CHARACTERS].encode(errors="replace"))
+
+
+def _key(adapter: str, first: bytes) -> bytes:
     return hashlib.blake2b(adapter.encode() + b"\0" + first, digest_size=16).digest()
 
 

@@ -28,7 +28,8 @@ class RoutingRecorder(grpc.ServerInterceptor):
 
 
 class FakeServer(FakeInference, FakeAdapters, FakeControl):
-    def __init__(self, *, admin_listener=False, port=0):
+    def __init__(self, *, admin_listener=False, port=0, host="127.0.0.1"):
+        self.host = host
         self.port = port
         self.admin_listener = admin_listener  # Adapters and control are there alone.
         self.lock = threading.Condition()
@@ -82,7 +83,8 @@ class FakeServer(FakeInference, FakeAdapters, FakeControl):
         self.health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         self.health.set("", health_pb2.HealthCheckResponse.SERVING)
-        self.target = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{self.port}')}"
+        port = self._server.add_insecure_port(f"{self.host}:{self.port}")
+        self.target = f"{self.host}:{port}"
         self._server.start()
         if self.admin_listener:
             self.admin_target = f"127.0.0.1:{self._admin.add_insecure_port('127.0.0.1:0')}"

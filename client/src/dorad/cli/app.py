@@ -10,6 +10,7 @@ from dorad.cli import (
     adapters,
     context,
     contexts,
+    endpoint_picker,
     fleet,
     gateway,
     generate,
@@ -63,6 +64,7 @@ app.add_typer(adapters.app, name="adapters", help="Publish, inspect and retire a
 app.add_typer(context.app, name="context", help="Name servers and their credentials.")
 app.add_typer(fleet.app, name="fleet", help="Look at a fleet, add and remove members.")
 app.command("gateway")(gateway.gateway)
+app.command("endpoint-picker")(endpoint_picker.endpoint_picker)
 app.command("token")(token.token)
 app.command("info")(operate.info)
 app.command("top")(top.top)
