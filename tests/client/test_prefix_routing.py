@@ -1,11 +1,21 @@
 """Prompts that begin alike meet on one server, and no server gets much more than its share."""
 
 import collections
+import contextlib
 import random
 
+import dorad
 import numpy as np
 import pytest
-from dorad._routing import LOAD_FACTOR, affinity, home_key, most_outstanding
+from dorad._routing import (
+    LOAD_FACTOR,
+    LOOK_AHEAD,
+    affinity,
+    first_at_home,
+    home_key,
+    most_outstanding,
+)
+from fake_server import FakeServer
 
 TARGETS = [f"10.0.0.{n}:50051" for n in range(8)]
 
@@ -40,9 +50,19 @@ def test_there_is_always_a_server_below_the_bound():
         assert min(counts) < most_outstanding(counts)
 
 
-@pytest.mark.parametrize("outstanding", [64, 512])
-def test_most_prompts_are_at_home_under_zipf_distributed_adapters(outstanding, figures):
-    """256 adapters, 16 shared beginnings each; a prompt ends at random."""
+def test_the_first_prompt_whose_home_has_room_goes_first():
+    assert first_at_home([True, True]) == 0
+    assert first_at_home([False, False, True]) == 2
+    assert first_at_home([False] * 3) == 0
+    assert first_at_home(n >= LOOK_AHEAD for n in range(1000)) == 0
+
+
+@pytest.mark.parametrize(("outstanding", "waiting"), [(64, 1), (64, LOOK_AHEAD), (512, 1)])
+def test_most_prompts_are_at_home_under_zipf_distributed_adapters(outstanding, waiting, figures):
+    """256 adapters, 16 shared beginnings each; a prompt ends at random.
+
+    `waiting`: of so many prompts one may begin, as in a batch; 1: each begins as it comes.
+    """
     draw = random.Random(9)
     weights = [1 / (rank + 1) for rank in range(256)]
     keys = {
@@ -50,22 +70,42 @@ def test_most_prompts_are_at_home_under_zipf_distributed_adapters(outstanding, f
         for adapter in range(256)
         for begin in range(16)
     }
-    running, counts = [], dict.fromkeys(TARGETS, 0)
-    at_home = total = 0
-    for adapter in draw.choices(range(256), weights, k=20_000):
-        key = keys[adapter, draw.randrange(16)]
+    home = {key: home_of(TARGETS, key) for key in keys.values()}
+    coming = [
+        keys[adapter, draw.randrange(16)] for adapter in draw.choices(range(256), weights, k=20_000)
+    ]
+    running, counts, at_home = [], dict.fromkeys(TARGETS, 0), 0
+    total = len(coming)
+    coming.reverse()
+    while coming:
         if len(running) == outstanding:
             at = draw.randrange(outstanding)
             running[at], running[-1] = running[-1], running[at]
             counts[running.pop()] -= 1
         most = most_outstanding(counts.values())
-        able = [target for target in TARGETS if counts[target] < most]
-        chosen = home_of(able, key)
+        next_ones = coming[: -waiting - 1 : -1]
+        key = coming.pop(-1 - first_at_home(counts[home[key]] < most for key in next_ones))
+        chosen = home_of([target for target in TARGETS if counts[target] < most], key)
         counts[chosen] += 1
         running.append(chosen)
         assert counts[chosen] <= most
         assert counts[chosen] <= LOAD_FACTOR * len(running) / len(TARGETS) + 1
-        at_home += chosen == home_of(TARGETS, key)
-        total += 1
-    figures.append(f"{outstanding} prompts on 8 servers, Zipf: {at_home / total:.1%} at home")
-    assert at_home > total / 2
+        at_home += chosen == home[key]
+    share = at_home / total
+    figures.append(f"{outstanding} of {waiting} prompts on 8 servers, Zipf: {share:.1%} at home")
+    assert share > (0.5 if (outstanding, waiting) == (64, 1) else 0.9)
+
+
+def test_a_pool_begins_with_prompts_whose_home_has_room():
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(FakeServer()) for _ in range(3)]
+        targets = [server.target for server in servers]
+        prompts = {target: [] for target in targets}
+        for n in range(1000):
+            prompts[home_of(targets, home_key("", [n]))].append([n])
+        first, second, third = targets
+        todo = [*prompts[first][:2], prompts[second][0], prompts[third][0]]
+        pool = stack.enter_context(dorad.RolloutPool(targets))
+        pool.generate_many(todo, max_tokens=8, concurrency=3)
+        # In their order the second one would find its home full, and take another's place.
+        assert [len(server.generate_calls) for server in servers] == [2, 1, 1]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -139,19 +140,25 @@ async def run_many(
     concurrency: int,
     return_errors: bool,
     progress: Callable[[int, int], None] | None,
+    choose: Callable[[Iterable[t.GenerateRequest]], int] = lambda waiting: 0,
 ) -> list[Any]:
     """Runs `generate` for each request, at most `concurrency` at once; results in order.
+
+    `choose` gets the requests that wait, at least one, and returns the place of the next one.
 
     A DoradError takes its result's place. Without `return_errors` the first one cancels the rest
     and is raised with the results so far; None stands for unfinished ones.
     """
     results: list[Any] = [None] * len(todo)
-    indices = iter(range(len(todo)))
+    waiting = deque(range(len(todo)))
     done = 0
 
     async def work() -> None:
         nonlocal done
-        for index in indices:
+        while waiting:
+            place = choose(todo[index] for index in waiting)
+            index = waiting[place]
+            del waiting[place]
             try:
                 results[index] = await generate(todo[index])
             except DoradError as error:

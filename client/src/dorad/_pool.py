@@ -243,6 +243,7 @@ class Pool(ServerSet):
             return await run_many(
                 todo,
                 lambda request: self._generate(request, Attempts(Budget(timeout), patience)),
+                choose=self._next,
                 **options,
             )
         finally:
@@ -268,6 +269,19 @@ class Pool(ServerSet):
             await asyncio.sleep(PROBE_SECONDS)
             await self._probe()
 
+    def _next(self, waiting: Iterable[t.GenerateRequest]) -> int:
+        """The place of the prompt that begins next: one whose home has room, if it waits."""
+        able = self._able(set())
+        if not able:
+            return 0
+        most = _routing.most_outstanding(server.outstanding for server in able)
+        homes = (self._home_of(able, self._key(request)) for request in waiting)
+        return _routing.first_at_home(home.outstanding < most for home in homes)
+
+    @staticmethod
+    def _key(request: t.GenerateRequest) -> bytes:
+        return _routing.home_key(request.adapter or "", request.token_ids)
+
     async def _generate(self, request: t.GenerateRequest, attempts: Attempts) -> list[t.Sample]:
         if request.request_id is None:  # One id for all attempts, as of a client.
             request = dataclasses.replace(request, request_id=uuid.uuid4().hex)
@@ -275,7 +289,7 @@ class Pool(ServerSet):
             request.adapter or "",
             attempts,
             lambda server, _: self._attempt(server, request, attempts.budget.left),
-            _routing.home_key(request.adapter or "", request.token_ids),
+            self._key(request),
         )
         return samples
 

@@ -2,12 +2,14 @@
 
 Prompts that begin alike go to the same server, whose prefix cache has their beginning. A server
 that joins or leaves moves its own share of them and no others. A server with more than
-`LOAD_FACTOR` times its share of the outstanding prompts is passed over. Pure functions.
+`LOAD_FACTOR` times its share of the outstanding prompts is passed over; where prompts wait, one
+whose home has room goes first. Pure functions.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -20,6 +22,8 @@ PREFIX_TOKENS = 256
 PREFIX_CHARACTERS = 1024
 """Likewise, where a prompt is not tokenized."""
 LOAD_FACTOR = 1.25
+LOOK_AHEAD = 32
+"""So many prompts that wait are looked at for one whose home has room."""
 
 
 def home_key(adapter: str, token_ids: t.TokenIds) -> bytes:
@@ -46,3 +50,12 @@ def most_outstanding(outstanding: Iterable[int]) -> int:
     """How many prompts a server may have, the next one included. At least one server has fewer."""
     counts: Sequence[int] = list(outstanding)
     return math.ceil(LOAD_FACTOR * (sum(counts) + 1) / len(counts))
+
+
+def first_at_home(has_room: Iterable[bool]) -> int:
+    """The place of the prompt to begin with. `has_room`: of each one's home, in order.
+
+    The first one whose home has room, or the first: the bound holds for it elsewhere.
+    """
+    looked_at = enumerate(itertools.islice(has_room, LOOK_AHEAD))
+    return next((place for place, room in looked_at if room), 0)

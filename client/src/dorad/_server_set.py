@@ -79,10 +79,11 @@ class ServerSet:
         if not home:
             return min(able, key=lambda server: server.outstanding)
         most = _routing.most_outstanding(server.outstanding for server in able)
-        return max(
-            (server for server in able if server.outstanding < most),
-            key=lambda server: _routing.affinity(server.target, home),
-        )
+        return self._home_of([server for server in able if server.outstanding < most], home)
+
+    @staticmethod
+    def _home_of(servers: Iterable[Server], home: bytes) -> Server:
+        return max(servers, key=lambda server: _routing.affinity(server.target, home))
 
     def _lacks(self, server: Server, adapter: str) -> None:
         """Notes that a server does not have the version of `adapter`."""

@@ -71,7 +71,8 @@ class Rollouts:
         """As `Client.generate_many`, over all servers: `concurrency` counts prompts in all.
 
         Prompts for an adapter with the same first 256 tokens go to the same server, whose prefix
-        cache has them, unless it has more than 1.25 times its share. They go to another one when
+        cache has them, unless it has more than 1.25 times its share: others that wait then begin
+        before them. They go to another one when
         that server becomes unavailable or ends before its samples are complete, or has lost the
         adapter's version. When no server can take it, it waits for one until its timeout.
 
