@@ -4,6 +4,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
 from dorad.fleet.config_map import ConfigMap
@@ -23,11 +24,26 @@ def named(path: Path, kind: str, name: str) -> dict:
     return found
 
 
+@pytest.fixture(scope="module")
+def rendered() -> list[dict]:
+    try:
+        run = subprocess.run(
+            ["kubectl", "kustomize", FOLDER], capture_output=True, text=True, timeout=60
+        )
+    except FileNotFoundError:
+        pytest.skip("there is no kubectl")
+    assert run.returncode == 0, run.stderr
+    return list(yaml.safe_load_all(run.stdout))
+
+
 def patches() -> list[dict]:
     kustomization = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
-    (patch,) = kustomization["patches"]
-    assert patch["target"] == {"kind": "StatefulSet", "name": "dorad"}
-    return yaml.safe_load(patch["patch"])
+    (patch,) = (
+        patch["patch"]
+        for patch in kustomization["patches"]
+        if patch["target"] == {"kind": "StatefulSet", "name": "dorad"}
+    )
+    return yaml.safe_load(patch)
 
 
 def added() -> list[str]:
@@ -93,6 +109,36 @@ def test_servers_reach_servers_and_trainers_the_manifest() -> None:
     assert manifest["policyTypes"] == ["Egress"]
 
 
+def test_the_proxys_servers_are_those_of_the_manifest(rendered) -> None:
+    (proxy,) = (item for item in rendered if item["kind"] == "Deployment")
+    pod = proxy["spec"]["template"]["spec"]
+    nginx, servers = pod["containers"]
+    (files,) = pod["initContainers"]
+    assert servers["image"] == "registry.example.com/dorad-gateway:0.1.0"
+    assert files["image"] == nginx["image"]
+    assert servers["command"][1:] == ["fleet", "proxy"]
+    manifest, written, pid = servers["args"]
+    assert manifest == "configmap:dorad-fleet"
+    where = {mount["mountPath"]: mount["name"] for mount in servers["volumeMounts"]}
+    theirs = {mount["mountPath"]: mount["name"] for mount in nginx["volumeMounts"]}
+    for path in (written, pid.removeprefix("--pid-file=")):
+        folder = path.rpartition("/")[0]
+        assert where[folder] == theirs[folder] and not path.startswith("/config")
+    assert f"pid {pid.removeprefix('--pid-file=')};" in " ".join(nginx["args"])
+    assert pid.removeprefix("--pid-file=") in " ".join(
+        nginx["lifecycle"]["preStop"]["exec"]["command"]
+    )
+    assert pod["shareProcessNamespace"] and pod["automountServiceAccountToken"]
+    account = pod["serviceAccountName"]
+    (rule,) = named(FOLDER / "proxy-account.yaml", "Role", account)["rules"]
+    assert (rule["resourceNames"], rule["verbs"]) == (["dorad-fleet"], ["get"])
+    (subject,) = named(FOLDER / "proxy-account.yaml", "RoleBinding", account)["subjects"]
+    assert subject["name"] == account
+    policy = named(FOLDER / "network-policies.yaml", "NetworkPolicy", "dorad-proxy-manifest")
+    labels = proxy["spec"]["template"]["metadata"]["labels"]
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+
+
 def test_the_account_has_the_rights_that_the_manifest_needs_and_no_others() -> None:
     path = FOLDER / "manifest.yaml"
     (rule,) = named(path, "Role", "dorad-fleet")["rules"]
@@ -111,16 +157,10 @@ def test_the_account_has_the_rights_that_the_manifest_needs_and_no_others() -> N
     assert "get and update" in " ".join(ConfigMap.__doc__.split())
 
 
-def test_kustomize_renders_it() -> None:
-    try:
-        run = subprocess.run(
-            ["kubectl", "kustomize", FOLDER], capture_output=True, text=True, timeout=60
-        )
-    except FileNotFoundError:
-        pytest.skip("there is no kubectl")
-    assert run.returncode == 0, run.stderr
-    items = list(yaml.safe_load_all(run.stdout))
-    (server,) = (item for item in items if item["kind"] == "StatefulSet")
+def test_kustomize_renders_it(rendered) -> None:
+    for item in rendered:
+        kubernetes_validate.validate(item, "1.32", strict=True)
+    (server,) = (item for item in rendered if item["kind"] == "StatefulSet")
     assert "replicas" not in server["spec"], json.dumps(server["spec"])
     (container,) = server["spec"]["template"]["spec"]["containers"]
     assert container["args"] == ["serve", "--config", "/etc/dorad/dorad.yaml", *added()]

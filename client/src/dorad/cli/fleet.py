@@ -1,4 +1,4 @@
-"""`doractl fleet show | join | leave`: the members and versions of a fleet's manifest.
+"""`doractl fleet show | join | leave | proxy`: the members and versions of a fleet's manifest.
 
 `show` looks and changes nothing. The processes that hold the fleet bring a new member to its
 versions.
@@ -33,7 +33,9 @@ from dorad.cli.common import (
 from dorad.fleet import manifest as m
 from dorad.fleet.coordinator import LEASE_SECONDS
 from dorad.fleet.manifest_store import ManifestFile, ManifestStore, change
+from dorad.fleet.proxy import ProxiedServers, keep
 from dorad.fleet.stores import SPELLINGS, store_of
+from dorad.gateway.log import LogFormat, LogLevel, start_logging
 
 app = typer.Typer(cls=Group, no_args_is_help=True)
 
@@ -213,3 +215,28 @@ def leave(
     with dorad.Fleet(_store(manifest), timeout=timeout) as fleet:
         fleet.leave(target, force=force)
     print(f"{target} is no member")
+
+
+@app.command()
+def proxy(
+    manifest: ManifestArgument,
+    servers: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="nginx's dorad-servers.conf.", show_default=False),
+    ],
+    pid_file: Annotated[Path, typer.Option(help="Of nginx.")] = Path("/run/nginx.pid"),
+    log_level: Annotated[LogLevel, typer.Option()] = LogLevel.INFO,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="json: one object a line; text: for terminals.")
+    ] = LogFormat.JSON,
+) -> None:
+    """Keep nginx's list of servers: the members with the fleet's versions. Runs until SIGTERM."""
+    start_logging(log_level, log_format)
+
+    def connect(target: str) -> dorad.aio.Client:
+        return dorad.aio.Client(target, timeout=PROBE_SECONDS, retry_for=0)
+
+    async def run() -> None:
+        await keep(ProxiedServers(connect, _store(manifest), servers, pid_file))
+
+    asyncio.run(run())

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from dorad._access import host_of
 from dorad._aio.client import Client
 from dorad._channel import PROBE_SECONDS
 from dorad._pool_server import LACKING, Server, gather
@@ -194,3 +196,14 @@ async def is_serving(server: Server) -> bool:
         return await server.client.health(timeout=PROBE_SECONDS) == "serving"
     except DoradError:
         return False
+
+
+async def address_of(target: str, port: int) -> str:
+    """ip:port of the target's host. "": its name stands for none now, as of a pod that is gone."""
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host_of(target), port, type=socket.SOCK_STREAM)
+    except OSError:
+        return ""
+    host = str(found[0][4][0])
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

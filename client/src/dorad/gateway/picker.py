@@ -9,18 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from google.protobuf import struct_pb2
 
 from dorad import _routing
-from dorad._access import host_of
 from dorad._aio.client import Client
 from dorad._pool_server import Server
 from dorad.fleet.manifest_store import ManifestStore
-from dorad.fleet.watched import WatchedServers
+from dorad.fleet.watched import WatchedServers, address_of
 from dorad.gateway import external_processing_pb2 as pb
 from dorad.gateway.external_processing_pb2_grpc import ExternalProcessorServicer
 
@@ -66,17 +64,9 @@ class Endpoints(WatchedServers):
     async def look(self) -> None:
         """Asks for states, and for addresses, which change with each start of a pod."""
         targets = self.targets
-        _, *found = await asyncio.gather(super().look(), *map(self._resolve, targets))
-        self._addresses = dict(zip(targets, map(str, found), strict=True))
-
-    async def _resolve(self, target: str) -> str:
-        loop = asyncio.get_running_loop()
-        try:
-            found = await loop.getaddrinfo(host_of(target), self._port, type=socket.SOCK_STREAM)
-        except OSError:
-            return ""  # There is no such pod now.
-        host = str(found[0][4][0])
-        return f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
+        found = asyncio.gather(*(address_of(target, self._port) for target in targets))
+        _, addresses = await asyncio.gather(super().look(), found)
+        self._addresses = dict(zip(targets, addresses, strict=True))
 
     def pick(self, model: str, begin: str, subset: Collection[str] | None) -> tuple[Server, str]:
         """The server for a request, and its pod's address. Raises Refused.
