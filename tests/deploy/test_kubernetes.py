@@ -92,7 +92,10 @@ def test_the_validation_is_strict() -> None:
 
 @pytest.mark.parametrize(
     "folder",
-    ["../nginx", "base", "gateway", "overlays/cpu", "overlays/fleet", "overlays/inference"],
+    [
+        *("../nginx", "base", "gateway", "overlays/cpu", "overlays/fleet"),
+        *("overlays/fleet-gateway", "overlays/inference"),
+    ],
 )
 def test_kustomizations_name_files_that_are_there_and_leave_none_out(folder: str) -> None:
     root = (FOLDER / folder).resolve()

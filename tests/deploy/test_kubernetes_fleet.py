@@ -8,11 +8,15 @@ import kubernetes_validate
 import pytest
 import yaml
 from dorad.fleet.config_map import ConfigMap
+from lib.kustomize import render
 from lib.server import ROOT, binary, serve
 
 FOLDER = ROOT / "deploy" / "kubernetes" / "overlays" / "fleet"
 BASE = ROOT / "deploy" / "kubernetes" / "base"
 SERVERS = {"app.kubernetes.io/name": "dorad", "app.kubernetes.io/component": "server"}
+
+
+READER = "dorad-fleet-reader"
 
 
 def named(path: Path, kind: str, name: str) -> dict:
@@ -26,14 +30,7 @@ def named(path: Path, kind: str, name: str) -> dict:
 
 @pytest.fixture(scope="module")
 def rendered() -> list[dict]:
-    try:
-        run = subprocess.run(
-            ["kubectl", "kustomize", FOLDER], capture_output=True, text=True, timeout=60
-        )
-    except FileNotFoundError:
-        pytest.skip("there is no kubectl")
-    assert run.returncode == 0, run.stderr
-    return list(yaml.safe_load_all(run.stdout))
+    return render(FOLDER)
 
 
 def patches() -> list[dict]:
@@ -105,7 +102,7 @@ def test_servers_reach_servers_and_trainers_the_manifest() -> None:
     assert {port["port"] for port in to_names["ports"]} == {53}
     manifest = named(FOLDER / "network-policies.yaml", "NetworkPolicy", "dorad-manifest")["spec"]
     (expression,) = manifest["podSelector"]["matchExpressions"]
-    assert expression["values"] == ["trainer"]
+    assert expression["values"] == ["trainer", "gateway"]
     assert manifest["policyTypes"] == ["Egress"]
 
 
@@ -129,14 +126,32 @@ def test_the_proxys_servers_are_those_of_the_manifest(rendered) -> None:
         nginx["lifecycle"]["preStop"]["exec"]["command"]
     )
     assert pod["shareProcessNamespace"] and pod["automountServiceAccountToken"]
-    account = pod["serviceAccountName"]
-    (rule,) = named(FOLDER / "proxy-account.yaml", "Role", account)["rules"]
-    assert (rule["resourceNames"], rule["verbs"]) == (["dorad-fleet"], ["get"])
-    (subject,) = named(FOLDER / "proxy-account.yaml", "RoleBinding", account)["subjects"]
-    assert subject["name"] == account
+    assert pod["serviceAccountName"] == READER
     policy = named(FOLDER / "network-policies.yaml", "NetworkPolicy", "dorad-proxy-manifest")
     labels = proxy["spec"]["template"]["metadata"]["labels"]
     assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_readers_may_read_the_manifest_and_nothing_else() -> None:
+    path = FOLDER / "reader.yaml"
+    (rule,) = named(path, "Role", READER)["rules"]
+    assert (rule["resources"], rule["resourceNames"], rule["verbs"]) == (
+        ["configmaps"], ["dorad-fleet"], ["get"],
+    )  # fmt: skip
+    (subject,) = named(path, "RoleBinding", READER)["subjects"]
+    assert subject["name"] == READER and named(path, "ServiceAccount", READER)
+
+
+def test_a_gateway_over_the_fleet_has_no_other_servers() -> None:
+    for item in render(FOLDER.parent / "fleet-gateway"):
+        kubernetes_validate.validate(item, "1.32", strict=True)
+        if item["kind"] == "Deployment":
+            pod = item["spec"]["template"]["spec"]
+            environment = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
+            assert environment["DORAD_FLEET"] == "configmap:dorad-fleet"
+            assert "DORAD_TARGET" not in environment
+            assert pod["serviceAccountName"] == READER and pod["automountServiceAccountToken"]
+            assert item["spec"]["template"]["metadata"]["labels"]["dorad/role"] == "gateway"
 
 
 def test_the_account_has_the_rights_that_the_manifest_needs_and_no_others() -> None:
