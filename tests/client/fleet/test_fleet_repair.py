@@ -118,3 +118,33 @@ def test_of_two_holders_that_leave_at_the_same_time_one_stays():
         await process.crash()
 
     run(main())
+
+
+def test_a_member_leaves_while_another_one_is_silent_and_leases_are_renewed():
+    async def main():
+        network, process = await fleet(4)
+        await process.coordinator.publish("a", files_of("content"), {"durable": True})
+        network.servers["t3"].cut_off = True
+        held = network.held
+
+        async def slowly(target, name):
+            if target == "t3":
+                await asyncio.sleep(1.0)  # Until a call to it fails.
+            return await held(target, name)
+
+        network.held = slowly
+        other = Process(network, process.store, lease=0.5)
+
+        async def renew():
+            while True:
+                await other.coordinator.join(["t1"])
+                await asyncio.sleep(0.05)
+
+        other.start(renew())
+        async with asyncio.timeout(30):
+            await process.coordinator.leave("t0")
+        assert "t0" not in (await process.store.read()).members
+        await other.crash()
+        await process.crash()
+
+    run(main())

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 from collections.abc import Callable, Collection, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from dorad._pool_server import conflict, gather
 from dorad.errors import DoradError, PoolError
 from dorad.fleet import manifest as m
-from dorad.fleet.manifest_store import ManifestStore
+from dorad.fleet.manifest_store import ManifestStore, change
 
 if TYPE_CHECKING:
     from dorad.fleet.coordinator import Members
@@ -30,13 +32,28 @@ async def leave(
     Raises Lost when it is no member, and what `spare` raises.
     """
     while True:
-        manifest = await store.read()
-        without = m.leave(manifest, target)
+        before = await store.read()
+        m.leave(before, target)
         if not force:
             await spare(store, members, tend, [target])
-        # Of the same generation: no other holder of a version has left meanwhile.
-        if await store.compare_and_set(manifest.generation, without):
+        looked_at = None if force else before
+        with contextlib.suppress(_Changed):
+            await change(store, functools.partial(_without, target=target, looked_at=looked_at))
             return
+
+
+class _Changed(Exception):
+    """There are other members or versions than those that were looked at."""
+
+
+def _without(now: m.Manifest, target: str, looked_at: m.Manifest | None) -> m.Manifest:
+    # Another holder of a version may have left meanwhile. Leases change all the time.
+    if looked_at is not None and (now.members.keys(), now.committed()) != (
+        looked_at.members.keys(),
+        looked_at.committed(),
+    ):
+        raise _Changed
+    return m.leave(now, target)
 
 
 async def spare(
