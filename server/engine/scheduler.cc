@@ -88,7 +88,7 @@ bool Scheduler::Take(Sequence* sequence, SequenceLine* line) {
 
 bool Scheduler::CanContinue(Sequence* sequence) const {
   // A draft goes on from a token that is known.
-  const bool awaits_token = sequence->sampling > 0 && !sequence->draft.empty() && has_draft_rows_;
+  const bool awaits_token = sequence->sampling > 0 && HasDraft(*sequence);
   return !awaits_token && sequence->state == Sequence::State::kRunning && !sequence->frozen &&
          (!options_.may_run || options_.may_run(sequence));
 }
@@ -101,14 +101,24 @@ std::vector<Chunk> Scheduler::Schedule() {
   // Preemption takes sequences from running_, so walk over a copy.
   std::vector<Sequence*> candidates(running_.begin(), running_.end());
   shares_.Sort(&candidates);
+  std::vector<Sequence*> with_drafts;
   for (Sequence* s : candidates) {
-    if (s->pending() == 1 && CanContinue(s)) Continue(s, &plan);
+    if (s->pending() != 1 || !CanContinue(s)) continue;
+    if (HasDraft(*s)) {
+      with_drafts.push_back(s);
+    } else {
+      Continue(s, &plan);
+    }
   }
+  // Drafts get what prompts leave, and a row for each sequence in any case.
+  const auto reserved = std::min(static_cast<int64_t>(with_drafts.size()), plan.budget);
+  plan.budget -= reserved;
   for (Sequence* s : candidates) {
     if (s->pending() > 1 && CanContinue(s)) Continue(s, &plan);
   }
   if (!plan.preempted) AdmitWaiting(&plan);
-  AddDrafts(&plan);
+  plan.budget += reserved;
+  ContinueDrafts(std::move(with_drafts), &plan);
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
     Chunk& chunk = plan.chunks[i];
     Sequence& s = *chunk.sequence;
@@ -127,35 +137,37 @@ std::vector<Chunk> Scheduler::Schedule() {
   return std::move(plan.chunks);
 }
 
-// The state of a recurrence after a wrong token has no way back.
-bool Scheduler::TakesDraft(const Chunk& chunk) const {
-  const Sequence& s = *chunk.sequence;
-  return chunk.samples && chunk.follows < 0 && s.generated() > 0 && !s.draft.empty() &&
-         options_.state_pages == 0;
+void Scheduler::ContinueDrafts(std::vector<Sequence*> sequences, Plan* plan) {
+  const auto has_waited = [this](const Sequence* s) { return s->arrival > last_drafted_; };
+  std::sort(sequences.begin(), sequences.end(), [&](const Sequence* a, const Sequence* b) {
+    return std::pair(!has_waited(a), a->arrival) < std::pair(!has_waited(b), b->arrival);
+  });
+  for (Sequence* s : sequences) {
+    if (plan->budget == 0) return;
+    if (s->state != Sequence::State::kRunning) continue;  // preempted
+    const size_t chunks = plan->chunks.size();
+    Continue(s, plan);
+    if (plan->chunks.size() <= chunks) continue;
+    AddDraft(&plan->chunks.back(), plan);
+    last_drafted_ = s->arrival;
+  }
 }
 
-void Scheduler::AddDrafts(Plan* plan) {
-  int64_t takers = std::count_if(plan->chunks.begin(), plan->chunks.end(),
-                                 [this](const Chunk& chunk) { return TakesDraft(chunk); });
-  has_draft_rows_ = plan->budget >= takers;
-  for (Chunk& chunk : plan->chunks) {
-    if (takers == 0) return;
-    if (!TakesDraft(chunk)) continue;
-    Sequence& s = *chunk.sequence;
-    int64_t count = std::min<int64_t>(s.draft.size(), plan->budget / takers--);
-    // No row for the last possible token.
-    count = std::min(count, s.most_tokens - 1 - chunk.end());
-    const auto held = static_cast<int64_t>(s.pages.size());
-    const int64_t missing = std::max<int64_t>(0, PagesOf(chunk.end() + count) - held);
-    // One page of every running sequence stays in reserve.
-    const bool has_pages = pages_->available() >= missing + running() && AllocatePages(&s, missing);
-    if (!has_pages) count = std::min(count, held * kKvPageTokens - chunk.end());
-    if (count <= 0) continue;
-    chunk.draft.assign(s.draft.begin(), s.draft.begin() + count);
-    chunk.count += count;
-    plan->budget -= count;
-    s.share->served += count;
-  }
+void Scheduler::AddDraft(Chunk* chunk, Plan* plan) {
+  Sequence& s = *chunk->sequence;
+  int64_t count = std::min<int64_t>(s.draft.size(), plan->budget);
+  // No row for the last possible token.
+  count = std::min(count, s.most_tokens - 1 - chunk->end());
+  const auto held = static_cast<int64_t>(s.pages.size());
+  const int64_t missing = std::max<int64_t>(0, PagesOf(chunk->end() + count) - held);
+  // One page of every running sequence stays in reserve.
+  const bool has_pages = pages_->available() >= missing + running() && AllocatePages(&s, missing);
+  if (!has_pages) count = std::min(count, held * kKvPageTokens - chunk->end());
+  if (count <= 0) return;
+  chunk->draft.assign(s.draft.begin(), s.draft.begin() + count);
+  chunk->count += count;
+  plan->budget -= count;
+  s.share->served += count;
 }
 
 void Scheduler::Computed(const Chunk& chunk) {

@@ -76,9 +76,15 @@ class Scheduler {
   };
 
   bool CanContinue(Sequence* sequence) const;
-  // Adds the sequences' drafts to their chunks as far as rows and free pages are left.
-  void AddDrafts(Plan* plan);
-  bool TakesDraft(const Chunk& chunk) const;
+  // The state of a recurrence after a wrong token has no way back.
+  bool HasDraft(const Sequence& sequence) const {
+    return options_.state_pages == 0 && sequence.generated() > 0 && !sequence.draft.empty();
+  }
+  // Sequences with drafts take turns when a step has not the rows for all: a long draft for a few
+  // costs less than a token or two for each, because a step reads the keys and values of each once.
+  void ContinueDrafts(std::vector<Sequence*> sequences, Plan* plan);
+  // Adds what rows and free pages are left for.
+  void AddDraft(Chunk* chunk, Plan* plan);
   // 0: the next rows, of an image, do not fit.
   int64_t ChunkSize(const Sequence& sequence, int64_t budget) const;
   // Pages for the state after the next chunk, if those that the sequence has are not its own.
@@ -115,8 +121,8 @@ class Scheduler {
   int64_t frozen_waiting_ = 0;
   uint64_t preemptions_ = 0;
   int64_t shortage_ = 0;
-  int64_t verifying_ = 0;       // chunks with drafts in flight
-  bool has_draft_rows_ = true;  // the last step had rows left for drafts
+  int64_t verifying_ = 0;      // chunks with drafts in flight
+  uint64_t last_drafted_ = 0;  // arrival of the last sequence that had its turn
 };
 
 }  // namespace dorad::engine

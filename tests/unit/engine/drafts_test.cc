@@ -140,6 +140,33 @@ TEST_F(DraftsTest, OthersGoOnBesideDrafts) {
   ExpectEverythingBack();
 }
 
+// 16 sequences with right answers of 200 tokens and 64 rows a step: they take turns.
+TEST_F(DraftsTest, LongDraftsTakeTurnsWhereRowsAreFew) {
+  Start(DefaultOptions(), 400);
+  std::vector<int64_t> rows, sequences;
+  runner_->on_begin = [&](absl::Span<const StepSequence> step) {
+    rows.push_back(0);
+    for (const StepSequence& s : step) rows.back() += static_cast<int64_t>(s.tokens.size());
+    sequences.push_back(static_cast<int64_t>(step.size()));
+    return absl::OkStatus();
+  };
+  std::vector<std::shared_ptr<TokenStream>> streams;
+  std::vector<SampleText> expected;
+  for (int i = 0; i < 16; ++i) {
+    GenerateInput input = Input(Prompt(4 + i), 200);
+    expected.push_back(Expected(input, 0, 512));
+    input.drafts = {expected.back().tokens};
+    streams.push_back(Submit(std::move(input)));
+  }
+  for (size_t i = 0; i < streams.size(); ++i) {
+    EXPECT_EQ(Wait(*streams[i]).samples.at(0).tokens, expected[i].tokens) << i;
+  }
+  ExpectEverythingBack();
+  EXPECT_LE(*std::max_element(rows.begin(), rows.end()), 64);
+  EXPECT_LT(rows.size(), 100u) << "of 3,200 tokens, 64 at a time";
+  EXPECT_LT(*std::min_element(sequences.begin() + rows.size() / 2, sequences.end()), 4);
+}
+
 TEST_F(DraftsTest, ARecurrenceTakesNone) {
   Start(DefaultOptions(), 200, 2, 0, /*state_pages=*/2);
   EXPECT_GE(StepsOf(Drafted(50, {})), 50);
