@@ -1,8 +1,8 @@
-#include "kernels/common/barrier.cuh"
 #include "kernels/common/gelu.cuh"
 #include "kernels/common/host.h"
-#include "kernels/common/launch.h"
 #include "kernels/decoder/activation.h"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/launch.h"
 
 namespace dorad::kernels {
 namespace {

@@ -1,9 +1,9 @@
 // Norms of query and key, rotary embedding, and the append to the cache.
-#include "kernels/common/barrier.cuh"
-#include "kernels/common/launch.h"
 #include "kernels/decoder/attention.h"
 #include "kernels/decoder/attention_layout.h"
 #include "kernels/decoder/attention_rotary.cuh"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/launch.h"
 
 namespace dorad::kernels {
 namespace {

@@ -7,11 +7,10 @@
 
 #include <cstdint>
 
-#include "kernels/common/barrier.cuh"
-#include "kernels/common/mma.cuh"
-#include "kernels/common/tensor_map.h"
-#include "kernels/common/wgmma.cuh"
 #include "kernels/decoder/attention_layout.h"
+#include "kernels/isa/mma/mma.cuh"
+#include "kernels/isa/sm90/tensor_map.h"
+#include "kernels/isa/sm90/wgmma.cuh"
 
 namespace dorad::kernels {
 

@@ -1,8 +1,8 @@
-#include "kernels/common/barrier.cuh"
-#include "kernels/common/launch.h"
 #include "kernels/common/status.h"
 #include "kernels/decoder/attention.h"
 #include "kernels/decoder/attention_layout.h"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/launch.h"
 
 namespace dorad::kernels {
 namespace {

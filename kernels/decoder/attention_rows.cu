@@ -1,10 +1,13 @@
 // Single rows (decode). Persistent blocks take (item, key head) pairs, then joins of split rows:
 // one warp copies tiles into a ring of stages, ahead across items, and four warps compute.
 #include "kernels/common/host.h"
-#include "kernels/common/launch.h"
 #include "kernels/common/status.h"
 #include "kernels/decoder/attention_rows_compute.cuh"
 #include "kernels/decoder/attention_rows_copy.cuh"
+#include "kernels/isa/barrier.cuh"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/launch.h"
+#include "kernels/isa/sm90/copy.cuh"
 
 namespace dorad::kernels {
 namespace row_attention {

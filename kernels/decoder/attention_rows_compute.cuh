@@ -5,6 +5,9 @@
 
 #include "kernels/decoder/attention_rotary.cuh"
 #include "kernels/decoder/attention_rows.cuh"
+#include "kernels/isa/barrier.cuh"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/sm90/copy.cuh"
 
 namespace dorad::kernels::row_attention {
 

@@ -2,6 +2,9 @@
 #pragma once
 
 #include "kernels/decoder/attention_rows.cuh"
+#include "kernels/isa/barrier.cuh"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/sm90/copy.cuh"
 
 namespace dorad::kernels::row_attention {
 

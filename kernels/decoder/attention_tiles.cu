@@ -6,9 +6,12 @@
 // to the row's at the chunk's end.
 #include <cmath>
 
-#include "kernels/common/launch.h"
 #include "kernels/common/status.h"
 #include "kernels/decoder/attention_device.cuh"
+#include "kernels/isa/barrier.cuh"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/launch.h"
+#include "kernels/isa/sm90/copy.cuh"
 
 namespace dorad::kernels {
 namespace {

@@ -1,6 +1,7 @@
 // Before and after a delta-net's rule: the convolution, the gated norm, and the rows that the next
 // step's convolution sees.
 #include "kernels/decoder/delta_device.cuh"
+#include "kernels/isa/dependent_launch.cuh"
 
 namespace dorad::kernels {
 namespace {

@@ -1,11 +1,10 @@
 // Common parts of the delta-nets' kernels: where a state lies, and the checks of a launch.
 #pragma once
 
-#include "kernels/common/barrier.cuh"
 #include "kernels/common/host.h"
-#include "kernels/common/launch.h"
 #include "kernels/common/warp.cuh"
 #include "kernels/decoder/delta.h"
+#include "kernels/isa/launch.h"
 
 namespace dorad::kernels {
 

@@ -1,5 +1,8 @@
 // The gated delta rule, row by row.
 #include "kernels/decoder/delta_state.cuh"
+#include "kernels/isa/barrier.cuh"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/memory.cuh"
 
 namespace dorad::kernels {
 namespace delta {

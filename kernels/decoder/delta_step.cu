@@ -4,6 +4,9 @@
 #include <algorithm>
 
 #include "kernels/decoder/delta_state.cuh"
+#include "kernels/isa/barrier.cuh"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/sm90/copy.cuh"
 
 namespace dorad::kernels::delta {
 namespace {

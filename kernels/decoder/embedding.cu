@@ -1,8 +1,8 @@
 #include <cstdint>
 
-#include "kernels/common/barrier.cuh"
 #include "kernels/common/host.h"
 #include "kernels/decoder/embedding.h"
+#include "kernels/isa/dependent_launch.cuh"
 
 namespace dorad::kernels {
 namespace {

@@ -1,11 +1,11 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/common/barrier.cuh"
 #include "kernels/common/host.h"
-#include "kernels/common/launch.h"
 #include "kernels/common/warp.cuh"
 #include "kernels/decoder/rms_norm.h"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/launch.h"
 
 namespace dorad::kernels {
 namespace {

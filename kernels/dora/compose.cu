@@ -1,9 +1,10 @@
 #include <algorithm>
 
-#include "kernels/common/barrier.cuh"
-#include "kernels/common/launch.h"
 #include "kernels/dora/compose.h"
 #include "kernels/dora/elementwise.cuh"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/launch.h"
+#include "kernels/isa/memory.cuh"
 
 namespace dorad::kernels {
 namespace {

@@ -1,10 +1,10 @@
 #include <algorithm>
 
-#include "kernels/common/barrier.cuh"
-#include "kernels/common/launch.h"
 #include "kernels/common/status.h"
 #include "kernels/dora/compose_backward.h"
 #include "kernels/dora/elementwise.cuh"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/launch.h"
 
 namespace dorad::kernels {
 namespace {

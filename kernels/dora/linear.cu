@@ -5,10 +5,10 @@
 
 #include "kernels/common/host.h"
 #include "kernels/common/status.h"
-#include "kernels/common/tensor_map.h"
 #include "kernels/dora/linear.h"
 #include "kernels/dora/linear_launch.h"
 #include "kernels/dora/linear_plan.h"
+#include "kernels/isa/sm90/tensor_map.h"
 
 namespace dorad::kernels {
 namespace {

@@ -5,6 +5,10 @@
 #include <cuda_bf16.h>
 
 #include "kernels/dora/linear_block.cuh"
+#include "kernels/isa/barrier.cuh"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/memory.cuh"
+#include "kernels/isa/sm90/copy.cuh"
 
 namespace dorad::kernels {
 

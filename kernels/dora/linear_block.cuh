@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/common/barrier.cuh"
 #include "kernels/dora/linear_finish.cuh"
 #include "kernels/dora/linear_ring.cuh"
 #include "kernels/dora/linear_shrink.cuh"
 #include "kernels/dora/linear_tables.cuh"
+#include "kernels/isa/barrier.cuh"
 
 namespace dorad::kernels {
 

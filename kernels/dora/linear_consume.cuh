@@ -3,8 +3,12 @@
 
 #include <cstdint>
 
-#include "kernels/common/wgmma.cuh"
 #include "kernels/dora/linear_block.cuh"
+#include "kernels/isa/barrier.cuh"
+#include "kernels/isa/memory.cuh"
+#include "kernels/isa/sm90/cluster.cuh"
+#include "kernels/isa/sm90/copy.cuh"
+#include "kernels/isa/sm90/wgmma.cuh"
 
 namespace dorad::kernels {
 

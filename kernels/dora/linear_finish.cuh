@@ -5,8 +5,9 @@
 
 #include <cstdint>
 
-#include "kernels/common/barrier.cuh"
 #include "kernels/dora/linear_tables.cuh"
+#include "kernels/isa/barrier.cuh"
+#include "kernels/isa/memory.cuh"
 
 namespace dorad::kernels {
 

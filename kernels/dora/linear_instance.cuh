@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <atomic>
 
-#include "kernels/common/launch.h"
 #include "kernels/common/status.h"
 #include "kernels/dora/linear_launch.h"
 #include "kernels/dora/linear_project.cuh"
+#include "kernels/isa/launch.h"
 
 namespace dorad::kernels {
 

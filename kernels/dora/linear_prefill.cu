@@ -6,12 +6,12 @@
 #include <iterator>
 
 #include "kernels/common/host.h"
-#include "kernels/common/launch.h"
 #include "kernels/common/status.h"
-#include "kernels/common/tensor_map.h"
 #include "kernels/dora/linear_plan.h"
 #include "kernels/dora/linear_prefill.h"
 #include "kernels/dora/linear_prefill_kernel.cuh"
+#include "kernels/isa/launch.h"
+#include "kernels/isa/sm90/tensor_map.h"
 
 namespace dorad::kernels {
 namespace {

@@ -23,12 +23,15 @@
 
 #include <cstdint>
 
-#include "kernels/common/barrier.cuh"
-#include "kernels/common/wgmma.cuh"
 #include "kernels/dora/linear_prefill_args.cuh"
 #include "kernels/dora/linear_prefill_block.cuh"
 #include "kernels/dora/linear_prefill_produce.cuh"
 #include "kernels/dora/linear_prefill_store.cuh"
+#include "kernels/isa/barrier.cuh"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/sm90/cluster.cuh"
+#include "kernels/isa/sm90/copy.cuh"
+#include "kernels/isa/sm90/wgmma.cuh"
 
 namespace dorad::kernels {
 

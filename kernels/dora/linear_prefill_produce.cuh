@@ -7,8 +7,10 @@
 
 #include <cstdint>
 
-#include "kernels/common/barrier.cuh"
 #include "kernels/dora/linear_prefill_block.cuh"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/memory.cuh"
+#include "kernels/isa/sm90/copy.cuh"
 
 namespace dorad::kernels {
 

@@ -7,8 +7,9 @@
 
 #include <cstdint>
 
-#include "kernels/common/barrier.cuh"
 #include "kernels/dora/linear_prefill_block.cuh"
+#include "kernels/isa/barrier.cuh"
+#include "kernels/isa/memory.cuh"
 
 namespace dorad::kernels {
 

@@ -24,12 +24,15 @@
 
 #include <cstdint>
 
-#include "kernels/common/barrier.cuh"
-#include "kernels/common/wgmma.cuh"
 #include "kernels/dora/linear_batch.cuh"
 #include "kernels/dora/linear_consume.cuh"
 #include "kernels/dora/linear_tables.cuh"
 #include "kernels/dora/linear_weights.cuh"
+#include "kernels/isa/barrier.cuh"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/sm90/cluster.cuh"
+#include "kernels/isa/sm90/copy.cuh"
+#include "kernels/isa/sm90/wgmma.cuh"
 
 namespace dorad::kernels {
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels/common/barrier.cuh"
+#include "kernels/isa/barrier.cuh"
 
 namespace dorad::kernels {
 

@@ -4,6 +4,8 @@
 #include <cuda.h>
 
 #include "kernels/dora/linear_block.cuh"
+#include "kernels/isa/barrier.cuh"
+#include "kernels/isa/sm90/copy.cuh"
 
 namespace dorad::kernels {
 

@@ -1,10 +1,10 @@
 #include <algorithm>
 #include <limits>
 
-#include "kernels/common/barrier.cuh"
-#include "kernels/common/launch.h"
 #include "kernels/dora/norm.h"
 #include "kernels/dora/norm_row.cuh"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/launch.h"
 
 namespace dorad::kernels {
 namespace {

@@ -1,11 +1,11 @@
 #include <algorithm>
 
-#include "kernels/common/barrier.cuh"
-#include "kernels/common/launch.h"
 #include "kernels/common/status.h"
 #include "kernels/dora/norm.h"
 #include "kernels/dora/norm_finish.h"
 #include "kernels/dora/norm_gemm.h"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/launch.h"
 
 namespace dorad::kernels {
 namespace {

@@ -4,11 +4,11 @@
 #include <limits>
 
 #include "kernels/common/host.h"
-#include "kernels/common/launch.h"
 #include "kernels/common/status.h"
-#include "kernels/common/tensor_map.h"
 #include "kernels/dora/norm_gemm.cuh"
 #include "kernels/dora/norm_gemm.h"
+#include "kernels/isa/launch.h"
+#include "kernels/isa/sm90/tensor_map.h"
 
 namespace dorad::kernels::norm {
 namespace {

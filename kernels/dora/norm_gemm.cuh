@@ -10,10 +10,12 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/common/barrier.cuh"
-#include "kernels/common/mma.cuh"
-#include "kernels/common/wgmma.cuh"
 #include "kernels/dora/norm_gemm.h"
+#include "kernels/isa/barrier.cuh"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/mma/mma.cuh"
+#include "kernels/isa/sm90/copy.cuh"
+#include "kernels/isa/sm90/wgmma.cuh"
 
 namespace dorad::kernels::norm {
 

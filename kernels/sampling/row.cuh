@@ -10,7 +10,8 @@
 
 #include <cstdint>
 
-#include "kernels/common/barrier.cuh"
+#include "kernels/isa/barrier.cuh"
+#include "kernels/isa/sm90/copy.cuh"
 #include "kernels/sampling/numbers.cuh"
 
 namespace dorad::kernels {

@@ -1,8 +1,8 @@
 #include <algorithm>
 
-#include "kernels/common/barrier.cuh"
-#include "kernels/common/launch.h"
 #include "kernels/dora/elementwise.cuh"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/launch.h"
 #include "kernels/train/factors.h"
 
 namespace dorad::train {

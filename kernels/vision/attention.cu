@@ -2,12 +2,13 @@
 // stages. Scores and outputs by wgmma; the scores of the next tile run behind this one's outputs.
 #include <cuda.h>
 
-#include "kernels/common/barrier.cuh"
 #include "kernels/common/host.h"
-#include "kernels/common/launch.h"
-#include "kernels/common/mma.cuh"
-#include "kernels/common/tensor_map.h"
-#include "kernels/common/wgmma.cuh"
+#include "kernels/isa/barrier.cuh"
+#include "kernels/isa/launch.h"
+#include "kernels/isa/mma/mma.cuh"
+#include "kernels/isa/sm90/copy.cuh"
+#include "kernels/isa/sm90/tensor_map.h"
+#include "kernels/isa/sm90/wgmma.cuh"
 #include "kernels/vision/attention.h"
 
 namespace dorad::kernels {

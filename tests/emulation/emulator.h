@@ -4,7 +4,7 @@
 // blocks that have left, deadlocks. Knows nothing of memory ordering (every write is seen at once)
 // nor of time.
 //
-// The device headers kernels/common/{barrier,wgmma}.cuh are shadowed by the ones beside this file.
+// The headers of kernels/isa are shadowed by the ones beside this file.
 // One Emulator at a time; single-threaded.
 #pragma once
 

@@ -6,8 +6,8 @@
 #include <random>
 #include <vector>
 
-#include "kernels/common/barrier.cuh"
 #include "kernels/dora/linear_plan.h"
+#include "kernels/isa/sm90/copy.cuh"
 #include "tests/emulation/emulator.h"
 
 namespace dorad::kernels {

@@ -1,5 +1,5 @@
-// The emulator's form of kernels/common/wgmma.cuh: products are complete at once, summed in fp32 in
-// the order of K.
+// The emulator's form of kernels/isa/sm90/wgmma.cuh: products are complete at once, summed in fp32
+// in the order of K.
 #pragma once
 
 #include <bit>

@@ -1,0 +1,13 @@
+// The emulator's form of kernels/isa/dependent_launch.cuh.
+#pragma once
+
+#include "tests/emulation/emulator.h"
+
+namespace dorad::kernels {
+
+inline void LaunchDependents() {}
+inline void WaitForPrevious() {
+  while (!emulation::ThisBlock().grid->CanFollow()) emulation::Emulator::Get().SwitchAway();
+}
+
+}  // namespace dorad::kernels
