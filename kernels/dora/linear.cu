@@ -8,6 +8,8 @@
 #include "kernels/dora/linear.h"
 #include "kernels/dora/linear_launch.h"
 #include "kernels/dora/linear_plan.h"
+#include "kernels/isa/mma/isa.cuh"
+#include "kernels/isa/sm90/isa.cuh"
 #include "kernels/isa/sm90/tensor_map.h"
 
 namespace dorad::kernels {
@@ -58,29 +60,23 @@ cudaError_t EncodeDoraMaps(const DoraFactors& factors, int in, int out, CUtensor
   maps[0] = maps[1] = CUtensorMap{};
   if (factors.rank == 0 || in % 8 != 0) return cudaSuccess;
   DORAD_CUDA_RETURN_IF_ERROR(
-      EncodeTensorMap(factors.a, factors.rank, in, in, kLinearBoxRows, &maps[0]));
-  return EncodeTensorMap(factors.b, out, RoundUp(factors.rank, 8), factors.ldb, kLinearBoxRows,
-                         &maps[1]);
+      EncodeMatrix(factors.a, factors.rank, in, in, kLinearBoxRows, &maps[0]));
+  return EncodeMatrix(factors.b, out, RoundUp(factors.rank, 8), factors.ldb, kLinearBoxRows,
+                      &maps[1]);
 }
 
-cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
+namespace {
+
+// What both instruction sets have in common.
+template <typename Isa>
+cudaError_t Prepare(const DoraLinearParams& params, const LinearPlan& plan, int siblings,
+                    int x_rows, LinearLaunch<Isa>* launch) {
   const DoraLinearShape& shape = params.shape;
-  if (!Valid(shape, params.rows, params.max_rank) || !IsThere(params.x, 16) ||
-      !IsThere(params.w, 16) || !IsThere(params.workspace, kAlignment) || !IsThere(params.y, 16) ||
-      params.segments == nullptr || params.num_segments == nullptr ||
-      (params.max_rank > 0 && !IsThere(params.maps, 64))) {
-    return cudaErrorInvalidValue;
-  }
-  if (params.workspace_bytes < DoraLinearWorkspaceBytes(shape, params.rows, params.max_rank)) {
-    return cudaErrorInvalidValue;
-  }
-  LinearLaunch launch = {};
-  launch.stream = stream;
-  DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&launch.processors));
-  LinearArgs& args = launch.args;
+  LinearArgs& args = launch->args;
   args.p = params;
-  args.plan = PlanLinear(shape, launch.processors);
-  args.part_begin[0] = 0;
+  args.plan = plan;
+  args.siblings = siblings;
+  args.x_rows = x_rows;
   for (int p = 0; p < kDoraLinearMaxParts; ++p) {
     args.part_begin[p + 1] = args.part_begin[p] + (p < shape.parts ? shape.out[p] : 0);
   }
@@ -89,25 +85,77 @@ cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
   uint8_t* h = static_cast<uint8_t*>(params.workspace) + kDoraLinearSignalBytes;
   args.h = reinterpret_cast<__nv_bfloat16*>(h);
   args.shares = reinterpret_cast<float*>(h + HBytes(shape, params.rows, params.max_rank));
-  args.siblings = Siblings(args.plan, params.rows);
-  // The shrink fetches tiles of 64 rows.
-  args.x_rows =
-      RoundUp(params.rows, params.rows > 64 && params.max_rank > 0 ? 64 : 8 * args.siblings);
-  const auto encode_x = [&](int box_rows, CUtensorMap* map) {
-    return EncodeTensorMap(params.x, params.rows, shape.in, shape.in, box_rows, map);
+  const auto encode_x = [&](int box_rows, auto* map) {
+    return EncodeMatrix(params.x, params.rows, shape.in, shape.in, box_rows, map);
   };
-  DORAD_CUDA_RETURN_IF_ERROR(encode_x(args.x_rows / args.siblings, &launch.x_map));
-  DORAD_CUDA_RETURN_IF_ERROR(encode_x(std::min(args.x_rows, 64), &launch.x_tile_map));
-  DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(params.w, OutFeatures(shape), shape.in, shape.in,
-                                             args.plan.panel_rows, &launch.w_map));
-  const bool adapted = params.max_rank > 0;
+  DORAD_CUDA_RETURN_IF_ERROR(encode_x(x_rows / siblings, &launch->x_map));
+  DORAD_CUDA_RETURN_IF_ERROR(encode_x(std::min(x_rows, 64), &launch->x_tile_map));
+  return EncodeMatrix(params.w, OutFeatures(shape), shape.in, shape.in, plan.panel_rows,
+                      &launch->w_map);
+}
+
+template <typename Isa, int kM>
+cudaError_t Launch(const LinearLaunch<Isa>& launch) {
+  return launch.args.p.max_rank > 0 ? LaunchProject<Isa, kM, true>(launch)
+                                    : LaunchProject<Isa, kM, false>(launch);
+}
+
+cudaError_t DoraLinearSm90(const DoraLinearParams& params, int processors, cudaStream_t stream) {
+  LinearLaunch<Sm90Isa> launch = {};
+  launch.processors = processors;
+  launch.stream = stream;
+  const LinearPlan plan = PlanLinear(params.shape, processors);
+  const int siblings = Siblings(plan, params.rows);
+  // The shrink fetches tiles of 64 rows.
+  const int x_rows =
+      RoundUp(params.rows, params.rows > 64 && params.max_rank > 0 ? 64 : 8 * siblings);
+  DORAD_CUDA_RETURN_IF_ERROR(Prepare(params, plan, siblings, x_rows, &launch));
   switch (BatchTiles(params.rows)) {
     case 1:
-      return adapted ? LaunchProject<1, true>(launch) : LaunchProject<1, false>(launch);
+      return Launch<Sm90Isa, 1>(launch);
     case 2:
-      return adapted ? LaunchProject<2, true>(launch) : LaunchProject<2, false>(launch);
+      return Launch<Sm90Isa, 2>(launch);
     default:
-      return adapted ? LaunchProject<4, true>(launch) : LaunchProject<4, false>(launch);
+      return Launch<Sm90Isa, 4>(launch);
+  }
+}
+
+template <typename Isa, int kM>
+cudaError_t DoraLinearMma(const DoraLinearParams& params, int processors, cudaStream_t stream) {
+  LinearLaunch<Isa> launch = {};
+  launch.processors = processors;
+  launch.stream = stream;
+  const LinearPlan plan = PlanMmaLinear(params.shape, params.rows, kM, processors);
+  // Warps multiply 16 rows, and the shrink fetches tiles of 64.
+  const int x_rows = RoundUp(params.rows, params.rows > 64 && params.max_rank > 0 ? 64 : 16);
+  DORAD_CUDA_RETURN_IF_ERROR(Prepare(params, plan, /*siblings=*/1, x_rows, &launch));
+  return Launch<Isa, kM>(launch);
+}
+
+}  // namespace
+
+cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
+  const DoraLinearShape& shape = params.shape;
+  if (!Valid(shape, params.rows, params.max_rank) || !IsThere(params.x, 16) ||
+      !IsThere(params.w, 16) || !IsThere(params.workspace, kAlignment) || !IsThere(params.y, 16) ||
+      params.segments == nullptr || params.num_segments == nullptr ||
+      (params.isa == KernelIsa::kSm90 && params.max_rank > 0 && !IsThere(params.maps, 64))) {
+    return cudaErrorInvalidValue;
+  }
+  if (params.workspace_bytes < DoraLinearWorkspaceBytes(shape, params.rows, params.max_rank)) {
+    return cudaErrorInvalidValue;
+  }
+  int processors = 0;
+  DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&processors));
+  if (params.isa == KernelIsa::kSm90) return DoraLinearSm90(params, processors, stream);
+  if (params.rows <= 32) return DoraLinearMma<MmaIsa<2>, 1>(params, processors, stream);
+  switch (BatchTiles(params.rows)) {
+    case 1:
+      return DoraLinearMma<MmaIsa<4>, 1>(params, processors, stream);
+    case 2:
+      return DoraLinearMma<MmaIsa<4>, 2>(params, processors, stream);
+    default:
+      return DoraLinearMma<MmaIsa<4>, 4>(params, processors, stream);
   }
 }
 

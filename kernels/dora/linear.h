@@ -18,6 +18,9 @@
 // waits for, a deadlock: keep them in one stream. Other kernels may run beside them if they end by
 // themselves.
 //
+// On Hopper by its own instructions, or, like every GPU from compute capability 8.0 on, by those of
+// KernelIsa::kMma: with other bits, the same in every batch.
+//
 // Thread-safe, if concurrent calls have separate workspaces. All devices used in a process must be
 // alike.
 #pragma once
@@ -30,6 +33,7 @@
 #include <cstdint>
 
 #include "kernels/dora/factors.h"
+#include "kernels/isa/isa.h"
 
 namespace dorad::kernels {
 
@@ -53,14 +57,16 @@ struct DoraLinearParams {
   const __nv_bfloat16* w = nullptr;  // [sum(out), in], 16-byte aligned
   const float* bias = nullptr;       // [sum(out)] or nullptr
   AdapterTable table;
-  const CUtensorMap* maps = nullptr;     // device; of the table's factors, two each: EncodeDoraMaps
-  int32_t first_module = 0;              // part p is module first_module + p
-  const RowSegment* segments = nullptr;  // [rows], the first ones in use: they cover [0, rows)
+  // Device; of the table's factors, two each: EncodeDoraMaps. kMma needs none.
+  const CUtensorMap* maps = nullptr;
+  int32_t first_module = 0;               // part p is module first_module + p
+  const RowSegment* segments = nullptr;   // [rows], the first ones in use: they cover [0, rows)
   const int32_t* num_segments = nullptr;  // [1]
   void* y = nullptr;                      // [rows, sum(out)], 16-byte aligned
   bool y_fp32 = false;                    // else bf16
-  void* workspace = nullptr;              // 256-byte aligned, any contents after the signals
-  size_t workspace_bytes = 0;             // at least DoraLinearWorkspaceBytes
+  KernelIsa isa = KernelIsa::kSm90;
+  void* workspace = nullptr;   // 256-byte aligned, any contents after the signals
+  size_t workspace_bytes = 0;  // at least DoraLinearWorkspaceBytes
 };
 
 // The copy engine's maps of A (maps[0]) and B (maps[1]) of a module with in and out features. The

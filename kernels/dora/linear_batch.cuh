@@ -12,9 +12,9 @@
 
 namespace dorad::kernels {
 
-template <int kM, int kPanel, bool kAdapted>
-class ProjectBatch : public ProjectBlock<kM, kPanel, kAdapted> {
-  using Block = ProjectBlock<kM, kPanel, kAdapted>;
+template <typename Isa, int kM, int kPanel, bool kAdapted>
+class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
+  using Block = ProjectBlock<Isa, kM, kPanel, kAdapted>;
   using Config = typename Block::Config;
   using Group = typename Block::Group;
   using Block::args_;
@@ -42,16 +42,18 @@ class ProjectBatch : public ProjectBlock<kM, kPanel, kAdapted> {
 
   // Warp `producer` of kBatchWarps. x_map has boxes of x_rows / siblings rows, x_tile_map those of
   // min(64, x_rows).
-  __device__ void Produce(const CUtensorMap* x_map, const CUtensorMap* x_tile_map, int producer) {
+  __device__ void Produce(const typename Isa::Matrix* x_map, const typename Isa::Matrix* x_tile_map,
+                          int producer) {
     WaitForPrevious();
     // A stage of x: the first warp's.
     const auto produce = [&](uint32_t bytes, auto copy) {
       if (producer == 0) {
         ring_.WaitEmpty();
         __syncwarp();
-        if (lane_ == 0) {
-          BarrierArriveExpect(ring_.batch_full(), bytes);
+        if (lane_ < Isa::kFetchThreads) {
+          Isa::Expect(ring_.batch_full(), bytes);
           copy();
+          Isa::Complete(ring_.batch_full());
         }
       }
       ring_.Advance();
@@ -66,8 +68,8 @@ class ProjectBatch : public ProjectBlock<kM, kPanel, kAdapted> {
             for (int i = 0; i < count; ++i) {
 #pragma unroll 1
               for (int tile = group.first_tile; tile <= group.last_tile; ++tile) {
-                CopyTensorBox(ring_.batch() + i * x_bytes_ + tile * kTileBytes, x_tile_map,
-                              (chunk + i) * kLinearStageK, tile * 64, ring_.batch_full());
+                Isa::Fetch(ring_.batch() + i * x_bytes_ + tile * kTileBytes, x_tile_map,
+                           (chunk + i) * kLinearStageK, tile * 64, ring_.batch_full());
               }
             }
           });
@@ -88,8 +90,8 @@ class ProjectBatch : public ProjectBlock<kM, kPanel, kAdapted> {
             const uint32_t to = ring_.batch() + i * x_bytes_;
             const int column = (chunk + i) * kLinearStageK;
             if (args_.siblings == 1) {
-              CopyTensorBox(to, x_map, column, 0, ring_.batch_full());
-            } else {
+              Isa::Fetch(to, x_map, column, 0, ring_.batch_full());
+            } else if constexpr (Isa::kHasClusters) {
               CopyTensorBoxToBlocks(to + sibling_ * box_rows * 2 * kLinearStageK, x_map, column,
                                     sibling_ * box_rows, ring_.batch_full(), blocks);
             }
@@ -105,7 +107,7 @@ class ProjectBatch : public ProjectBlock<kM, kPanel, kAdapted> {
       // only.
       if (kAdapted && !first) NamedBarrier(4, 32 * Config::kBatchWarps);
       if (producer > 0 && HasPanel()) {
-        if (kAdapted && first && producer == 1) AcquireRankMaps();
+        if (Isa::kHasCopyEngine && kAdapted && first && producer == 1) AcquireRankMaps();
         StageFinish(row, panel++, producer - 1);
       }
       ForEachPiece(first, [&](int begin, int end, bool is_lead) {

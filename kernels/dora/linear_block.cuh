@@ -13,18 +13,22 @@
 
 namespace dorad::kernels {
 
-// kM: tiles of 64 rows of the batch; kPanel: rows of W; kAdapted: whether there may be adapters.
-template <int kM, int kPanel, bool kAdapted>
+// Isa: Sm90Isa or MmaIsa; kM: tiles of 64 rows of the batch; kPanel: rows of W; kAdapted: whether
+// there may be adapters.
+template <typename Isa, int kM, int kPanel, bool kAdapted>
 struct ProjectConfig {
   static constexpr int kGroups = kM == 1 ? 1 : 2;  // warpgroups that compute
   static constexpr int kTiles = kM / kGroups;      // of each
   static constexpr int kConsumerWarps = 4 * kGroups;
-  static constexpr int kBatchWarps = kM < 4 && kAdapted ? 7 : 3;
+  // As many as leave consumers their registers.
+  static constexpr int kBatchWarps = kM < (Isa::kMovesRegisters ? 4 : 2) && kAdapted ? 7 : 3;
   static constexpr int kAdders = kBatchWarps - 1;  // while the first one fetches x
   static constexpr int kThreads = 32 * (kConsumerWarps + 1 + kBatchWarps);
   static constexpr int kMaxStages = 24;
   // Chunks of K in a stage: two for small chunks, whose cost per stage would count.
-  static constexpr int kStageChunks = kPanel <= 96 && kM < 4 ? 2 : 1;
+  static constexpr bool kIsSmall =
+      Isa::kHasCopyEngine ? kPanel <= 96 && kM < 4 : kPanel == 32 && kM == 1;
+  static constexpr int kStageChunks = kIsSmall ? 2 : 1;
   static constexpr int kChunkBytes = kPanel * 2 * kLinearStageK;
   static constexpr int kWeightBytes = kStageChunks * kChunkBytes;
   // Bytes of a box of A.
@@ -35,7 +39,7 @@ struct ProjectConfig {
   static constexpr int kLeadStages =
       kM == 1 && kAdapted ? std::max(96 * 1024 / kWeightBytes, 1) : 0;
   // More than an even share of the registers for consumers; the others have the rest.
-  static constexpr bool kMovesRegisters = kThreads > 256;
+  static constexpr bool kMovesRegisters = Isa::kMovesRegisters && kThreads > 256;
   static constexpr int kProducerRegisters = kM == 4 ? (kPanel <= 64 ? 56 : 40) : kM == 2 ? 88 : 136;
   static constexpr int kEvenRegisters = 65536 / kThreads / 8 * 8;
   static constexpr int kProducerGroups = kThreads / 128 - kGroups;
@@ -43,14 +47,17 @@ struct ProjectConfig {
       (kThreads / 128 * kEvenRegisters - kProducerGroups * kProducerRegisters) / kGroups;
   static constexpr int kAddAtOnce = kM == 4 ? 4 : 8;  // slices of h, as registers allow
   // Bytes that the other split sends: half of the panel's sums.
-  static constexpr int kExchangeBytes = kPanel <= 128 ? kM * 64 * kPanel / 2 * 4 : 0;
+  static constexpr int kExchangeBytes =
+      Isa::kHasClusters && kPanel <= 128 ? kM * 64 * kPanel / 2 * 4 : 0;
+  // Of sums that a warp turns at once at the end: fewer where shared memory is small.
+  static constexpr int kTurnColumns = Isa::kHasClusters ? 32 : 16;
 };
 
-template <int kM, int kPanel, bool kAdapted>
+template <typename Isa, int kM, int kPanel, bool kAdapted>
 class ProjectBlock {
  public:
-  using Config = ProjectConfig<kM, kPanel, kAdapted>;
-  using Finish = LinearFinish<kPanel, Config::kConsumerWarps, kAdapted>;
+  using Config = ProjectConfig<Isa, kM, kPanel, kAdapted>;
+  using Finish = LinearFinish<kPanel, Config::kConsumerWarps, Config::kTurnColumns, kAdapted>;
 
   struct Shared {
     LinearTables tables;

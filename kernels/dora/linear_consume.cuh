@@ -12,9 +12,9 @@
 
 namespace dorad::kernels {
 
-template <int kM, int kPanel, bool kAdapted>
-class ProjectConsumers : public ProjectBlock<kM, kPanel, kAdapted> {
-  using Block = ProjectBlock<kM, kPanel, kAdapted>;
+template <typename Isa, int kM, int kPanel, bool kAdapted>
+class ProjectConsumers : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
+  using Block = ProjectBlock<Isa, kM, kPanel, kAdapted>;
   using Config = typename Block::Config;
   using Group = typename Block::Group;
   using Block::args_;
@@ -49,7 +49,7 @@ class ProjectConsumers : public ProjectBlock<kM, kPanel, kAdapted> {
     }
     uint32_t parity = 0;
     ForEachPanel([&](int group, int row, bool first) {
-      float d[Config::kTiles][kPanel / 2];
+      float d[Config::kTiles][kValues<kPanel>];
       Clear(d);
       ForEachPiece(first, [&](int begin, int end, bool is_lead) {
         Accumulate(d, end - begin, first_tile, 0, min(Config::kTiles, tiles - first_tile), false);
@@ -76,8 +76,9 @@ class ProjectConsumers : public ProjectBlock<kM, kPanel, kAdapted> {
       if (args_.plan.splits == 1) {
 #pragma unroll
         for (int tile = 0; tile < Config::kTiles; ++tile) {
-          finish_.template Rows<kPanel>(d[tile], 64 * (first_tile + tile) + 16 * (warp % 4), row, 0,
-                                        warp);
+          finish_.template Rows<kOwnColumns<kPanel>>(d[tile],
+                                                     64 * (first_tile + tile) + FirstRow(warp), row,
+                                                     ColumnPart(warp) * kOwnColumns<kPanel>, warp);
         }
       } else if constexpr (Config::kExchangeBytes != 0) {
         Meet(d, first_tile, warp, row);
@@ -87,9 +88,25 @@ class ProjectConsumers : public ProjectBlock<kM, kPanel, kAdapted> {
   }
 
  private:
+  // Of a product with kN columns, a warp's part.
+  static constexpr int kColumnParts = 4 / Isa::kRowWarps;
+  template <int kN>
+  static constexpr int kOwnColumns = kN / kColumnParts;
+  template <int kN>
+  static constexpr int kValues = 16 * kOwnColumns<kN> / 32;  // of a lane
+
+  __device__ static int ColumnPart(int warp) { return warp % 4 / Isa::kRowWarps; }
+  // A warp's first row of a tile.
+  __device__ static int FirstRow(int warp) { return 16 * (warp % Isa::kRowWarps); }
+  // Whether this warp has no rows of a tile, where warps multiply by themselves.
+  __device__ bool IsIdle(int tile) const {
+    if constexpr (Isa::kHasCopyEngine) return false;
+    return 64 * tile + FirstRow(static_cast<int>(threadIdx.x / 32)) >= args_.p.rows;
+  }
+
   // Gives a stage back, to all who fetch into it. One warp.
   __device__ void Release(int stage) const {
-    if (args_.siblings == 1) {
+    if (!Isa::kHasClusters || args_.siblings == 1) {
       if (lane_ == 0) BarrierArrive(ring_.empty(stage));
     } else if (lane_ < args_.siblings) {
       BarrierArriveRemote(
@@ -127,7 +144,8 @@ class ProjectConsumers : public ProjectBlock<kM, kPanel, kAdapted> {
 
   template <int kBoxes>
   __device__ void MultiplyBoxes(const Group& group, int first_tile, int warp) {
-    float sums[Config::kTiles][kBoxes * kLinearBoxRows / 2];
+    constexpr int kBlocks = kOwnColumns<kBoxes * kLinearBoxRows> / 8;  // of 8 columns, of a warp
+    float sums[Config::kTiles][4 * kBlocks];
     Clear(sums);
     // What is computed of tiles that were not fetched is not used.
     AccumulateTiles<kBoxes * kLinearBoxRows, 0, Config::kTiles>(sums, args_.plan.a_chunks,
@@ -136,18 +154,23 @@ class ProjectConsumers : public ProjectBlock<kM, kPanel, kAdapted> {
     for (int tile = 0; tile < Config::kTiles; ++tile) {
       if (first_tile + tile < group.first_tile || first_tile + tile > group.last_tile) continue;
 #pragma unroll
-      for (int i = 0; i < kBoxes; ++i) {
-        if (i >= group.boxes) break;
-        StoreShare(args_, tables_, &sums[tile][i * kLinearBoxRows / 2],
-                   64 * (first_tile + tile) + 16 * (warp % 4), group.box[i]);
+      for (int part = 0; part < kColumnParts; ++part) {
+        if (part != ColumnPart(warp)) continue;
+        constexpr int kBoxBlocks = kLinearBoxRows / 8;
+#pragma unroll
+        for (int i = 0; i < kBoxes; ++i) {
+          if (i >= group.boxes) break;
+          StoreShare<kBlocks>(args_, tables_, sums[tile], kBoxBlocks * i - kBlocks * part,
+                              64 * (first_tile + tile) + FirstRow(warp), group.box[i]);
+        }
       }
     }
   }
 
   // Adds the products of the next `chunks` to tiles [begin, end) of the warpgroup's, which begin at
   // the batch's tile `first_tile`; `copied`: threads wrote their batch tiles.
-  __device__ void Accumulate(float (&d)[Config::kTiles][kPanel / 2], int chunks, int first_tile,
-                             int begin, int end, bool copied) {
+  __device__ void Accumulate(float (&d)[Config::kTiles][kValues<kPanel>], int chunks,
+                             int first_tile, int begin, int end, bool copied) {
     // Tensor-core code wants to know its registers: one loop for each case.
     if (Config::kTiles == 1 || (begin == 0 && end == Config::kTiles)) {
       AccumulateTiles<kPanel, 0, Config::kTiles>(d, chunks, first_tile, copied);
@@ -160,8 +183,8 @@ class ProjectConsumers : public ProjectBlock<kM, kPanel, kAdapted> {
 
   // kN: rows of W, or of A.
   template <int kN, int kFirst, int kCount>
-  __device__ void AccumulateTiles(float (&d)[Config::kTiles][kN / 2], int chunks, int first_tile,
-                                  bool copied) {
+  __device__ void AccumulateTiles(float (&d)[Config::kTiles][kValues<kN>], int chunks,
+                                  int first_tile, bool copied) {
     chunks = __shfl_sync(0xFFFFFFFF, chunks, 0);  // tells the compiler that the warp agrees
 #pragma unroll 1
     for (; chunks >= Config::kStageChunks; chunks -= Config::kStageChunks) {
@@ -173,25 +196,21 @@ class ProjectConsumers : public ProjectBlock<kM, kPanel, kAdapted> {
   }
 
   template <int kN, int kFirst, int kCount, int kChunks>
-  __device__ void AccumulateStage(float (&d)[Config::kTiles][kN / 2], int first_tile, bool copied) {
+  __device__ void AccumulateStage(float (&d)[Config::kTiles][kValues<kN>], int first_tile,
+                                  bool copied) {
     ring_.WaitFull();
-    if (copied) FenceProxyAsync();
-    WgmmaFence();
+    Isa::Begin(copied);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const uint64_t weights = WgmmaTile(ring_.weights() + chunk * Config::kChunkBytes);
+      const auto weights = Isa::Tile(ring_.weights() + chunk * Config::kChunkBytes);
       const uint32_t batch = ring_.batch() + chunk * x_bytes_ + first_tile * kTileBytes;
 #pragma unroll
       for (int tile = kFirst; tile < kFirst + kCount; ++tile) {
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          Wgmma<kN>(d[tile], WgmmaTile(batch + tile * kTileBytes) + 2 * step, weights + 2 * step,
-                    1);
-        }
+        if (IsIdle(first_tile + tile)) continue;
+        Isa::template Multiply<kN>(d[tile], Isa::Tile(batch + tile * kTileBytes), weights);
       }
     }
-    WgmmaCommit();
-    WgmmaWait<0>();
+    Isa::End();
     Release(ring_.stage());
     ring_.Advance();
   }

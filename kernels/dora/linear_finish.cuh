@@ -11,13 +11,14 @@
 
 namespace dorad::kernels {
 
-// kPanel: rows of W; kAdapted: whether there may be adapters.
-template <int kPanel, int kConsumerWarps, bool kAdapted>
+// kPanel: rows of W; kTurnColumns: that a warp transposes at once, 16 or 32; kAdapted: whether
+// there may be adapters.
+template <int kPanel, int kConsumerWarps, int kTurnColumns, bool kAdapted>
 class LinearFinish {
   static constexpr int kStaged = 8;  // segments whose magnitudes are kept in shared memory
-  // The layout in which a warp transposes 16 rows of 32 sums: bytes from one row to the next, with
+  // The layout in which a warp transposes 16 rows of sums: bytes from one row to the next, with
   // padding against bank conflicts.
-  static constexpr int kTurnBytes = 36 * 4;
+  static constexpr int kTurnBytes = (kTurnColumns + 4) * 4;
 
  public:
   struct Shared {
@@ -56,7 +57,7 @@ class LinearFinish {
   template <int kColumns>
   __device__ void Rows(const float (&d)[kColumns / 2], int batch_row, int row, int first_column,
                        int warp) const {
-    constexpr int kWidth = kColumns % 32 == 0 ? 32 : 16;  // at a time
+    constexpr int kWidth = kColumns % kTurnColumns == 0 ? kTurnColumns : 16;  // at a time
     const int rows = args_.p.rows;
     const int lane = static_cast<int>(threadIdx.x % 32);
     if (batch_row >= rows) return;

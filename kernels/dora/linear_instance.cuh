@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <type_traits>
 
 #include "kernels/common/status.h"
 #include "kernels/dora/linear_launch.h"
@@ -11,9 +12,7 @@
 
 namespace dorad::kernels {
 
-// A block's limit of shared memory, static and dynamic, and the most that alignment takes of it.
-inline constexpr int kSharedBytes = 227 * 1024 - 256;
-inline constexpr int kAlignBytes = 1024;  // of the ring
+inline constexpr int kAlignBytes = 1024;  // the most that the ring's alignment takes
 
 // Limits on weights in flight to a block. A long launch is faster with more; a short one waits for
 // h, whose transfers queue behind the weights. Latency times bandwidth is some 40 KB.
@@ -27,27 +26,27 @@ struct RingFit {
   int dynamic_bytes;
 };
 
-// The tensor cores read whole tiles of 64 rows of the batch, and a stage holds x_rows of them: the
-// last stage's tiles extend into the buffers after the ring.
-template <int kM, int kPanel, bool kAdapted>
+// Warpgroups read whole tiles of 64 rows of the batch, and a stage holds x_rows of them: the last
+// stage's tiles extend into the buffers after the ring. A warp by itself reads 16 rows.
+template <typename Isa, int kM, int kPanel, bool kAdapted>
 constexpr RingFit FitRing(int splits, int x_rows) {
-  using Config = ProjectConfig<kM, kPanel, kAdapted>;
+  using Config = ProjectConfig<Isa, kM, kPanel, kAdapted>;
   constexpr int kRowBytes = 2 * kLinearStageK;
-  constexpr int kStaticBytes = sizeof(typename ProjectBlock<kM, kPanel, kAdapted>::Shared);
+  constexpr int kStaticBytes = sizeof(typename ProjectBlock<Isa, kM, kPanel, kAdapted>::Shared);
   const int stage_bytes = Config::kWeightBytes + Config::kStageChunks * x_rows * kRowBytes;
-  const int after =
-      std::max(splits > 1 ? Config::kExchangeBytes : 0, (64 * kM - x_rows) * kRowBytes);
-  const int room = kSharedBytes - kStaticBytes - kAlignBytes - after;
+  const int beyond = Isa::kHasCopyEngine ? 64 * kM - x_rows : 0;
+  const int after = std::max(splits > 1 ? Config::kExchangeBytes : 0, beyond * kRowBytes);
+  const int room = Isa::kSharedBytes - kStaticBytes - kAlignBytes - after;
   const int stages = std::min(Config::kMaxStages, room / stage_bytes);
   return {stages, kAlignBytes + stages * stage_bytes + after};
 }
 
 // Whether at least two stages fit for any batch.
-template <int kM, int kPanel, bool kAdapted>
+template <typename Isa, int kM, int kPanel, bool kAdapted>
 constexpr bool AlwaysFits() {
   for (int x_rows = 8; x_rows <= 64 * kM; x_rows += 8) {
     for (const int splits : {1, 2}) {
-      if (FitRing<kM, kPanel, kAdapted>(splits, x_rows).stages < 2) return false;
+      if (FitRing<Isa, kM, kPanel, kAdapted>(splits, x_rows).stages < 2) return false;
     }
   }
   return true;
@@ -55,25 +54,29 @@ constexpr bool AlwaysFits() {
 
 // Blocks that wait for each other must run at the same time. cudaErrorCooperativeLaunchTooLarge:
 // they do not fit even on an idle device.
-template <int kM, int kPanel>
+template <typename Isa, int kM, int kPanel>
 cudaError_t CheckRunAtOnce(int cluster, int clusters) {
   static std::atomic<int> known[2] = {};  // by size of the cluster; 0: not yet
   int most = known[cluster - 1];
   if (most == 0) {
-    DORAD_CUDA_RETURN_IF_ERROR(MostClustersAtOnce(ProjectKernel<kM, kPanel, true>, cluster,
-                                                  ProjectConfig<kM, kPanel, true>::kThreads,
-                                                  &most));
+    const auto kernel = ProjectKernel<Isa, kM, kPanel, true>;
+    constexpr int kThreads = ProjectConfig<Isa, kM, kPanel, true>::kThreads;
+    if constexpr (Isa::kHasClusters) {
+      DORAD_CUDA_RETURN_IF_ERROR(MostClustersAtOnce(kernel, cluster, kThreads, &most));
+    } else {
+      DORAD_CUDA_RETURN_IF_ERROR(MostBlocksAtOnce(kernel, kThreads, &most));
+    }
     known[cluster - 1] = most;
   }
   return clusters <= most ? cudaSuccess : cudaErrorCooperativeLaunchTooLarge;
 }
 
-template <int kM, int kPanel, bool kAdapted>
-cudaError_t LaunchProjectPanel(const LinearLaunch& launch) {
-  using Config = ProjectConfig<kM, kPanel, kAdapted>;
+template <typename Isa, int kM, int kPanel, bool kAdapted>
+cudaError_t LaunchProjectPanel(const LinearLaunch<Isa>& launch) {
+  using Config = ProjectConfig<Isa, kM, kPanel, kAdapted>;
   LinearArgs args = launch.args;
-  static_assert(AlwaysFits<kM, kPanel, kAdapted>());
-  const RingFit fit = FitRing<kM, kPanel, kAdapted>(args.plan.splits, args.x_rows);
+  static_assert(AlwaysFits<Isa, kM, kPanel, kAdapted>());
+  const RingFit fit = FitRing<Isa, kM, kPanel, kAdapted>(args.plan.splits, args.x_rows);
   args.stages = fit.stages;
   const bool is_short = kAdapted && kM == 1 &&
                         args.plan.chunks / args.plan.splits * Config::kChunkBytes < kShortBytes;
@@ -88,26 +91,33 @@ cudaError_t LaunchProjectPanel(const LinearLaunch& launch) {
     // Whole teams for the shrink.
     const int teams = std::max(launch.processors / kLinearSlices, 1);
     clusters = std::max(clusters, teams * kLinearSlices / cluster);
-    DORAD_CUDA_RETURN_IF_ERROR((CheckRunAtOnce<kM, kPanel>(cluster, clusters)));
+    DORAD_CUDA_RETURN_IF_ERROR((CheckRunAtOnce<Isa, kM, kPanel>(cluster, clusters)));
   }
-  return LaunchEarlyInClusters(ProjectKernel<kM, kPanel, kAdapted>, cluster, clusters * cluster,
-                               Config::kThreads, fit.dynamic_bytes, launch.stream, launch.w_map,
-                               launch.x_map, launch.x_tile_map, args);
+  return LaunchEarlyInClusters(ProjectKernel<Isa, kM, kPanel, kAdapted>, cluster,
+                               clusters * cluster, Config::kThreads, fit.dynamic_bytes,
+                               launch.stream, launch.w_map, launch.x_map, launch.x_tile_map, args);
 }
 
-template <int kM, bool kAdapted>
-cudaError_t LaunchProject(const LinearLaunch& launch) {
+template <typename Isa, int kM, bool kAdapted>
+cudaError_t LaunchProject(const LinearLaunch<Isa>& launch) {
+  const auto launch_panel = [&](auto panel) {
+    if constexpr (Isa::kHasClusters || IsMmaPanel(kM, panel)) {
+      return LaunchProjectPanel<Isa, kM, panel, kAdapted>(launch);
+    } else {
+      return cudaErrorInvalidValue;
+    }
+  };
   switch (launch.args.plan.panel_rows) {
     case 32:
-      return LaunchProjectPanel<kM, 32, kAdapted>(launch);
+      return launch_panel(std::integral_constant<int, 32>());
     case 64:
-      return LaunchProjectPanel<kM, 64, kAdapted>(launch);
+      return launch_panel(std::integral_constant<int, 64>());
     case 96:
-      return LaunchProjectPanel<kM, 96, kAdapted>(launch);
+      return launch_panel(std::integral_constant<int, 96>());
     case 128:
-      return LaunchProjectPanel<kM, 128, kAdapted>(launch);
+      return launch_panel(std::integral_constant<int, 128>());
     case 192:
-      return LaunchProjectPanel<kM, 192, kAdapted>(launch);
+      return launch_panel(std::integral_constant<int, 192>());
     default:
       return cudaErrorInvalidValue;
   }

@@ -1,18 +1,18 @@
-// One translation unit for each size of the batch, without and with adapters, because they compile
-// slowly.
+// One translation unit for each instruction set and size of the batch, without and with adapters,
+// because they compile slowly.
 #pragma once
 
-#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include "kernels/dora/linear_args.h"
 
 namespace dorad::kernels {
 
+template <typename Isa>
 struct LinearLaunch {
-  CUtensorMap x_map;       // boxes of args.x_rows / siblings rows
-  CUtensorMap x_tile_map;  // boxes of min(64, args.x_rows) rows
-  CUtensorMap w_map;
+  typename Isa::Matrix x_map;       // boxes of args.x_rows / siblings rows
+  typename Isa::Matrix x_tile_map;  // boxes of min(64, args.x_rows) rows
+  typename Isa::Matrix w_map;
   LinearArgs args;  // except stages and flight
   int processors;
   cudaStream_t stream;
@@ -20,7 +20,7 @@ struct LinearLaunch {
 
 // kM: tiles of 64 rows of the batch, 1, 2 or 4. kAdapted: whether args.p.max_rank > 0; then
 // args.shares and args.h are written.
-template <int kM, bool kAdapted>
-cudaError_t LaunchProject(const LinearLaunch& launch);
+template <typename Isa, int kM, bool kAdapted>
+cudaError_t LaunchProject(const LinearLaunch<Isa>& launch);
 
 }  // namespace dorad::kernels

@@ -62,4 +62,38 @@ inline LinearPlan PlanLinear(const DoraLinearShape& shape, int processors) {
   return plan;
 }
 
+// Whether kernels of MmaIsa are built for panels of that size, with `tiles` of 64 rows of the
+// batch. Wide panels fetch the batch less often; two stages of panel and batch have to fit.
+inline constexpr bool IsMmaPanel(int tiles, int panel_rows) {
+  switch (tiles) {
+    case 1:
+      return panel_rows == 32 || panel_rows == 64;
+    case 2:
+      return panel_rows == 64 || panel_rows == 128;
+    default:
+      return panel_rows == 32;
+  }
+}
+
+// The same for MmaIsa: nothing but its a_chunks changes the order of a sum, so that panels may
+// depend on the batch.
+inline LinearPlan PlanMmaLinear(const DoraLinearShape& shape, int rows, int tiles, int processors) {
+  const int out = OutFeatures(shape);
+  LinearPlan plan;
+  plan.chunks = CeilDiv(shape.in, kLinearStageK);
+  plan.a_chunks = CeilDiv(plan.chunks, kLinearSlices);
+  int best = INT32_MAX;
+  for (const int panel_rows : {128, 64, 32}) {
+    if (!IsMmaPanel(tiles, panel_rows)) continue;
+    const int panels = CeilDiv(out, panel_rows);
+    const int cost = CeilDiv(panels, processors) * (panel_rows + rows);
+    if (cost < best) {
+      best = cost;
+      plan.panel_rows = panel_rows;
+      plan.panels = panels;
+    }
+  }
+  return plan;
+}
+
 }  // namespace dorad::kernels

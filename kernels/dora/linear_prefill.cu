@@ -46,13 +46,13 @@ cudaError_t Launch(PrefillArgs args, cudaStream_t stream) {
   const int out = OutFeatures(p.shape);
   args.panels = CeilDiv(out, kN);
   Maps maps;
-  DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(p.w, out, in, in, kN / 2, &maps.w));
-  DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(p.x, p.rows, in, in, kPrefillTileRows, &maps.x));
+  DORAD_CUDA_RETURN_IF_ERROR(EncodeMatrix(p.w, out, in, in, kN / 2, &maps.w));
+  DORAD_CUDA_RETURN_IF_ERROR(EncodeMatrix(p.x, p.rows, in, in, kPrefillTileRows, &maps.x));
   if (args.ldh > 0) {
     const int columns = p.shape.parts * args.ldh;
     DORAD_CUDA_RETURN_IF_ERROR(
-        EncodeTensorMap(args.h, p.rows, columns, columns, kPrefillTileRows, &maps.h));
-    DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(args.h, p.rows, columns, columns, 1, &maps.h_row));
+        EncodeMatrix(args.h, p.rows, columns, columns, kPrefillTileRows, &maps.h));
+    DORAD_CUDA_RETURN_IF_ERROR(EncodeMatrix(args.h, p.rows, columns, columns, 1, &maps.h_row));
   }
   // Blocks wait for each other, so a launch may have only as many as run at once.
   static std::atomic<int> known = 0;

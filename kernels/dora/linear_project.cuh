@@ -37,18 +37,19 @@
 namespace dorad::kernels {
 
 // The body of the kernel for all threads; `dynamic`: shared memory, 1024-byte aligned.
-template <int kM, int kPanel, bool kAdapted>
-__device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* x_map,
-                           const CUtensorMap* x_tile_map, const LinearArgs& args,
-                           typename ProjectBlock<kM, kPanel, kAdapted>::Shared& shared,
+template <typename Isa, int kM, int kPanel, bool kAdapted>
+__device__ void RunProject(const typename Isa::Matrix* w_map, const typename Isa::Matrix* x_map,
+                           const typename Isa::Matrix* x_tile_map, const LinearArgs& args,
+                           typename ProjectBlock<Isa, kM, kPanel, kAdapted>::Shared& shared,
                            uint32_t dynamic) {
-  using Config = ProjectConfig<kM, kPanel, kAdapted>;
+  using Config = ProjectConfig<Isa, kM, kPanel, kAdapted>;
   LaunchDependents();
-  ProjectWeights<kM, kPanel, kAdapted> weights(args, shared, dynamic);
+  ProjectWeights<Isa, kM, kPanel, kAdapted> weights(args, shared, dynamic);
   const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
   const bool is_consumer = warp < Config::kConsumerWarps;
-  const bool is_weight_producer = warp == Config::kConsumerWarps && threadIdx.x % 32 == 0;
-  const bool is_cluster = args.siblings << args.plan.log_splits > 1;
+  const bool is_weight_producer =
+      warp == Config::kConsumerWarps && threadIdx.x % 32 < Isa::kFetchThreads;
+  const bool is_cluster = Isa::kHasClusters && args.siblings << args.plan.log_splits > 1;
   if (warp == Config::kConsumerWarps) {
     weights.InitBarriers(args, shared);
     NamedBarrierArrive(1, Config::kThreads);
@@ -56,7 +57,9 @@ __device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* x_map,
     if (is_weight_producer) weights.Start(w_map);
     __syncwarp();
   } else {
-    if (threadIdx.x == 0) PrefetchTensorMap(x_map);
+    if constexpr (Isa::kHasCopyEngine) {
+      if (threadIdx.x == 0) PrefetchTensorMap(x_map);
+    }
     LinearSegment segment;
     if (kAdapted && is_consumer) segment = LoadSegment(args);
     NamedBarrier(1, Config::kThreads);  // the barriers are initialised
@@ -73,13 +76,13 @@ __device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* x_map,
   if (is_cluster) ClusterWait();
   if (is_consumer) {
     if constexpr (Config::kMovesRegisters) IncreaseRegisters<Config::kConsumerRegisters>();
-    ProjectConsumers<kM, kPanel, kAdapted>(args, shared, dynamic).Consume();
+    ProjectConsumers<Isa, kM, kPanel, kAdapted>(args, shared, dynamic).Consume();
   } else {
     if constexpr (Config::kMovesRegisters) DecreaseRegisters<Config::kProducerRegisters>();
     if (warp == Config::kConsumerWarps) {
       weights.Produce(w_map);
     } else {
-      ProjectBatch<kM, kPanel, kAdapted>(args, shared, dynamic)
+      ProjectBatch<Isa, kM, kPanel, kAdapted>(args, shared, dynamic)
           .Produce(x_map, x_tile_map, warp - Config::kConsumerWarps - 1);
     }
   }
@@ -87,16 +90,16 @@ __device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* x_map,
   if (is_cluster) ClusterBarrier();  // other blocks may still use this one's shared memory
 }
 
-template <int kM, int kPanel, bool kAdapted>
-__global__ void __launch_bounds__(ProjectConfig<kM, kPanel, kAdapted>::kThreads, 1)
-    ProjectKernel(const __grid_constant__ CUtensorMap w_map,
-                  const __grid_constant__ CUtensorMap x_map,
-                  const __grid_constant__ CUtensorMap x_tile_map,
+template <typename Isa, int kM, int kPanel, bool kAdapted>
+__global__ void __launch_bounds__(ProjectConfig<Isa, kM, kPanel, kAdapted>::kThreads, 1)
+    ProjectKernel(const __grid_constant__ typename Isa::Matrix w_map,
+                  const __grid_constant__ typename Isa::Matrix x_map,
+                  const __grid_constant__ typename Isa::Matrix x_tile_map,
                   const __grid_constant__ LinearArgs args) {
   extern __shared__ uint8_t dynamic[];
-  __shared__ typename ProjectBlock<kM, kPanel, kAdapted>::Shared shared;
-  RunProject<kM, kPanel, kAdapted>(&w_map, &x_map, &x_tile_map, args, shared,
-                                   (SharedAddress(dynamic) + 1023) / 1024 * 1024);
+  __shared__ typename ProjectBlock<Isa, kM, kPanel, kAdapted>::Shared shared;
+  RunProject<Isa, kM, kPanel, kAdapted>(&w_map, &x_map, &x_tile_map, args, shared,
+                                        (SharedAddress(dynamic) + 1023) / 1024 * 1024);
 }
 
 }  // namespace dorad::kernels

@@ -52,10 +52,13 @@ __device__ inline float* ShareOf(const LinearArgs& args, int part, int row, int 
   return args.shares + (line * kLinearSlices + slice) * args.ldh;
 }
 
-// Stores the sums of a box and 16 rows of the batch from `batch_row` on. One warp, with the sums in
-// wgmma's layout.
+// Stores the sums of a box and 16 rows of the batch from `batch_row` on. One warp, with kBlocks
+// blocks of 8 columns in the tensor cores' layout: the box's are those from `first` on, as far as
+// they are the warp's.
+template <int kBlocks>
 __device__ inline void StoreShare(const LinearArgs& args, const LinearTables& tables,
-                                  const float* sums, int batch_row, const LinearBox& box) {
+                                  const float (&sums)[4 * kBlocks], int first, int batch_row,
+                                  const LinearBox& box) {
   const int segment = box.segment;
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -66,9 +69,10 @@ __device__ inline void StoreShare(const LinearArgs& args, const LinearTables& ta
 #pragma unroll
     for (int i = 0; i < kLinearBoxRows / 8; ++i) {
       const int column = box.row + 8 * i + 2 * (lane % 4);
+      if (first + i < 0 || first + i >= kBlocks) continue;
       if (column >= tables.rank[box.part][segment]) continue;
       *reinterpret_cast<float2*>(to + column) =
-          make_float2(sums[4 * i + 2 * j], sums[4 * i + 2 * j + 1]);
+          make_float2(sums[4 * (first + i) + 2 * j], sums[4 * (first + i) + 2 * j + 1]);
     }
   }
 }

@@ -41,6 +41,29 @@ __device__ inline const CUtensorMap* MapsOf(const LinearArgs& args, int slot, in
   return args.p.maps + 2 * ModuleIndex(args, slot, part);
 }
 
+// What the boxes of A, and those of B, are fetched of.
+template <typename Isa>
+__device__ inline auto MatrixOfA(const LinearArgs& args, const LinearTables& tables,
+                                 const LinearBox& box) {
+  if constexpr (Isa::kHasCopyEngine) {
+    return box.map;
+  } else {
+    const DoraFactors& f =
+        args.p.table.factors[ModuleIndex(args, tables.slot[box.segment], box.part)];
+    return typename Isa::Matrix{f.a, f.rank, args.p.shape.in, args.p.shape.in, kLinearBoxRows};
+  }
+}
+template <typename Isa>
+__device__ inline auto MatrixOfB(const LinearArgs& args, int slot, int part) {
+  if constexpr (Isa::kHasCopyEngine) {
+    return MapsOf(args, slot, part) + 1;
+  } else {
+    const DoraFactors& f = args.p.table.factors[ModuleIndex(args, slot, part)];
+    return typename Isa::Matrix{f.b, args.p.shape.out[part], (f.rank + 7) / 8 * 8, f.ldb,
+                                kLinearBoxRows};
+  }
+}
+
 // The first loads of a thread of FillTables: its segment and the number of segments.
 struct LinearSegment {
   RowSegment segment = {-1, 0, 0};

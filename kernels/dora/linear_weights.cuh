@@ -9,9 +9,9 @@
 
 namespace dorad::kernels {
 
-template <int kM, int kPanel, bool kAdapted>
-class ProjectWeights : public ProjectBlock<kM, kPanel, kAdapted> {
-  using Block = ProjectBlock<kM, kPanel, kAdapted>;
+template <typename Isa, int kM, int kPanel, bool kAdapted>
+class ProjectWeights : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
+  using Block = ProjectBlock<Isa, kM, kPanel, kAdapted>;
   using Config = typename Block::Config;
   using Block::args_;
   using Block::Cluster;
@@ -33,8 +33,8 @@ class ProjectWeights : public ProjectBlock<kM, kPanel, kAdapted> {
  public:
   using Block::Block;
 
-  // One thread, as soon as the barriers are initialised: the first weights.
-  __device__ void Start(const CUtensorMap* w_map) {
+  // The fetching threads, as soon as the barriers are initialised: the first weights.
+  __device__ void Start(const typename Isa::Matrix* w_map) {
     if (!HasPanel()) return;
     const int most = kAdapted ? LeadStages() : args_.flight;
     const int first = FirstChunk(args_.plan, split_);
@@ -46,8 +46,8 @@ class ProjectWeights : public ProjectBlock<kM, kPanel, kAdapted> {
     });
   }
 
-  // The whole warp of that thread: all later weights.
-  __device__ void Produce(const CUtensorMap* w_map) {
+  // The whole warp of those threads: all later weights.
+  __device__ void Produce(const typename Isa::Matrix* w_map) {
     WaitForTables();
     int issued = started_;
     const auto wait_for_room = [&] {
@@ -57,10 +57,10 @@ class ProjectWeights : public ProjectBlock<kM, kPanel, kAdapted> {
     };
     ForEachPanel([&](int group, int row, bool first) {
       if (kAdapted && first) {
-        AcquireShareMaps();
-        if (lane_ == 0) issued += ProduceShare();
+        if constexpr (Isa::kHasCopyEngine) AcquireShareMaps();
+        if (lane_ < Isa::kFetchThreads) issued += ProduceShare();
       }
-      if (!HasPanel() || lane_ != 0) return;
+      if (!HasPanel() || lane_ >= Isa::kFetchThreads) return;
       ForEachStage(FirstChunk(args_.plan, split_) + started_ * Config::kStageChunks,
                    FirstChunk(args_.plan, split_ + 1), [&](int chunk, int count) {
                      wait_for_room();
@@ -68,24 +68,25 @@ class ProjectWeights : public ProjectBlock<kM, kPanel, kAdapted> {
                    });
       started_ = 0;
       if constexpr (!kAdapted) return;
-      BarrierWait(SharedAddress(&shared_.acquired), 0);
+      if constexpr (Isa::kHasCopyEngine) BarrierWait(SharedAddress(&shared_.acquired), 0);
       ForEachRank(group, [&](int segment, int part, int first_chunk, int end_chunk) {
         if (first_chunk == end_chunk) return;  // no rank, so maybe no slot either
         const bool has_part = HasPart(row, part);
-        const CUtensorMap* map = MapsOf(args_, tables_.slot[segment], part) + 1;
+        const auto b = MatrixOfB<Isa>(args_, tables_.slot[segment], part);
         ForEachStage(first_chunk, end_chunk, [&](int chunk, int count) {
           wait_for_room();
           if (has_part) {
-            BarrierArriveExpect(ring_.weights_full(), count * Config::kChunkBytes);
+            Isa::Expect(ring_.weights_full(), count * Config::kChunkBytes);
             // Rows of other parts are out of bounds: zero.
 #pragma unroll 1
             for (int i = 0; i < count; ++i) {
-              FetchBoxes<kPanel / kLinearBoxRows>(ring_.weights() + i * Config::kChunkBytes, map,
+              FetchBoxes<kPanel / kLinearBoxRows>(ring_.weights() + i * Config::kChunkBytes, b,
                                                   (chunk + i) * kLinearStageK,
                                                   row - args_.part_begin[part]);
             }
+            Isa::Complete(ring_.weights_full());
           } else {
-            BarrierArrive(ring_.weights_full());
+            Isa::Skip(ring_.weights_full());
           }
           ring_.Advance();
         });
@@ -103,7 +104,7 @@ class ProjectWeights : public ProjectBlock<kM, kPanel, kAdapted> {
     __syncwarp();
   }
 
-  // The thread that fetches weights: the block's part of A. Returns the number of stages.
+  // The threads that fetch weights: the block's part of A. Returns the number of stages.
   __device__ int ProduceShare() {
     int stages = 0;
     const int end = tables_.share[1];
@@ -118,17 +119,18 @@ class ProjectWeights : public ProjectBlock<kM, kPanel, kAdapted> {
       // Stages of a few boxes are small: as many of them in flight as the ring has.
       ForEachShareStage([&](int chunk, int count) {
         ring_.WaitEmpty();
-        BarrierArriveExpect(ring_.weights_full(), count * boxes * Config::kBoxBytes);
+        Isa::Expect(ring_.weights_full(), count * boxes * Config::kBoxBytes);
 #pragma unroll
         for (int i = 0; i < Config::kMaxBoxes; ++i) {
           if (i >= boxes) break;
 #pragma unroll 1
           for (int j = 0; j < count; ++j) {
-            CopyTensorBoxOnce(ring_.weights() + j * Config::kChunkBytes + i * Config::kBoxBytes,
-                              box[i].map, (chunk + j) * kLinearStageK, box[i].row,
-                              ring_.weights_full());
+            Isa::FetchOnce(ring_.weights() + j * Config::kChunkBytes + i * Config::kBoxBytes,
+                           MatrixOfA<Isa>(args_, tables_, box[i]), (chunk + j) * kLinearStageK,
+                           box[i].row, ring_.weights_full());
           }
         }
+        Isa::Complete(ring_.weights_full());
         ring_.Advance();
         ++stages;
       });
@@ -136,23 +138,24 @@ class ProjectWeights : public ProjectBlock<kM, kPanel, kAdapted> {
     return stages;
   }
 
-  __device__ void FetchWeights(const CUtensorMap* w_map, int chunk, int count, int row) {
-    BarrierArriveExpect(ring_.weights_full(), count * Config::kChunkBytes);
+  __device__ void FetchWeights(const typename Isa::Matrix* w_map, int chunk, int count, int row) {
+    Isa::Expect(ring_.weights_full(), count * Config::kChunkBytes);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      CopyTensorBoxOnce(ring_.weights() + i * Config::kChunkBytes, w_map,
-                        (chunk + i) * kLinearStageK, row, ring_.weights_full());
+      Isa::FetchOnce(ring_.weights() + i * Config::kChunkBytes, w_map, (chunk + i) * kLinearStageK,
+                     row, ring_.weights_full());
     }
+    Isa::Complete(ring_.weights_full());
     ring_.Advance();
   }
 
-  // kBoxes adjacent boxes of B. Unrolled: one thread does this for all.
-  template <int kBoxes>
-  __device__ void FetchBoxes(uint32_t to, const CUtensorMap* map, int column, int row) const {
+  // kBoxes adjacent boxes of B. Unrolled: one thread or warp does this for all.
+  template <int kBoxes, typename From>
+  __device__ void FetchBoxes(uint32_t to, const From& b, int column, int row) const {
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
-      CopyTensorBoxOnce(to + i * Config::kBoxBytes, map, column, row + i * kLinearBoxRows,
-                        ring_.weights_full());
+      Isa::FetchOnce(to + i * Config::kBoxBytes, b, column, row + i * kLinearBoxRows,
+                     ring_.weights_full());
     }
   }
 

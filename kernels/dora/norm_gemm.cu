@@ -14,7 +14,7 @@ namespace dorad::kernels::norm {
 namespace {
 
 cudaError_t Encode(const Matrix& matrix, int box_rows, CUtensorMap* map) {
-  return EncodeTensorMap(matrix.data, matrix.rows, matrix.columns, matrix.ld, box_rows, map);
+  return EncodeMatrix(matrix.data, matrix.rows, matrix.columns, matrix.ld, box_rows, map);
 }
 
 int64_t TilesOf(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }

@@ -7,6 +7,7 @@
 #include <set>
 #include <utility>
 
+#include "kernels/common/host.h"
 #include "kernels/common/status.h"
 
 namespace dorad::kernels {
@@ -63,26 +64,47 @@ cudaError_t MostClustersAtOnce(void (*kernel)(Parameters...), int cluster, dim3 
   return *clusters > 0 ? cudaSuccess : cudaErrorLaunchOutOfResources;
 }
 
+// The same without clusters.
+template <typename... Parameters>
+cudaError_t MostBlocksAtOnce(void (*kernel)(Parameters...), dim3 block, int* blocks) {
+  cudaFuncAttributes attributes;
+  DORAD_CUDA_RETURN_IF_ERROR(AllowSharedMemory(kernel));
+  DORAD_CUDA_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
+  DORAD_CUDA_RETURN_IF_ERROR(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+      blocks, kernel, static_cast<int>(block.x), attributes.maxDynamicSharedSizeBytes));
+  int processors = 0;
+  DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&processors));
+  *blocks *= processors;
+  return *blocks > 0 ? cudaSuccess : cudaErrorLaunchOutOfResources;
+}
+
+// Whether kernels on the current device are code for sm_90 or later, which knows programmatic
+// dependent launch. A kernel without its instructions would not wait for the one before it.
+bool KnowDependentLaunch();
+
 // Enqueues a kernel whose blocks may start as soon as all blocks of the stream's previous kernel
 // have started and called LaunchDependents. The kernel must call WaitForPrevious before it uses
 // memory that earlier kernels write or read, and in any case before it ends: the next kernel relies
-// on that. Clusters of `cluster` blocks, along x.
+// on that. Clusters of `cluster` blocks, along x. Older code waits for the previous kernel.
 template <typename... Parameters, typename... Arguments>
 cudaError_t LaunchEarlyInClusters(void (*kernel)(Parameters...), int cluster, dim3 grid, dim3 block,
                                   size_t shared_bytes, cudaStream_t stream,
                                   Arguments&&... arguments) {
   if (shared_bytes > 0) DORAD_CUDA_RETURN_IF_ERROR(AllowSharedMemory(kernel));
   cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1] = InClusters(cluster);
+  int count = 0;
+  if (KnowDependentLaunch()) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) attributes[count++] = InClusters(cluster);
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = cluster > 1 ? 2 : 1;
+  config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 

@@ -1,7 +1,7 @@
 // All linears of one decode step of Qwen3-8B (36 layers and the head) in a CUDA graph, with 0 to 8
 // adapters of rank 384 on all seven modules, against the time that their bytes take at the copy
-// bandwidth of the same run. Usage: kernels_linear_bench [parts] [rows ...]; with `parts`, each
-// projection alone too.
+// bandwidth of the same run. Usage: kernels_linear_bench [parts] [mma] [rows ...]; with `parts`,
+// each projection alone too; with `mma`, by the instructions that all GPUs have.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -121,7 +121,7 @@ double CopyBandwidth(cudaStream_t stream) {
 
 class Model {
  public:
-  Model() {
+  explicit Model(KernelIsa isa) : isa_(isa) {
     for (int layer = 0; layer < kLayers; ++layer) {
       for (const Projection& projection : kProjections) {
         w_.push_back(noise_.Make(size_t{1} * Out(projection.shape) * projection.shape.in));
@@ -142,6 +142,7 @@ class Model {
             factors.rank = factors.ldb = kRank;
             table.push_back(factors);
             maps.resize(2 * table.size());
+            if (isa != KernelIsa::kSm90) continue;
             CHECK_CUDA(EncodeDoraMaps(factors, projection.shape.in, projection.shape.out[p],
                                       &maps[maps.size() - 2]));
           }
@@ -197,6 +198,7 @@ class Model {
   DoraLinearParams Common(int rows) const {
     DoraLinearParams params;
     params.rows = rows;
+    params.isa = isa_;
     params.max_rank = max_rank_;
     params.x = x_;
     params.table = {table_, kModules};
@@ -209,6 +211,7 @@ class Model {
     return params;
   }
 
+  const KernelIsa isa_;
   Noise noise_;
   std::vector<__nv_bfloat16*> w_;
   __nv_bfloat16* head_ = nullptr;
@@ -248,10 +251,13 @@ double GraphMs(cudaStream_t stream, F launch) {
 
 int Main(int argc, char** argv) {
   bool parts = false;
+  KernelIsa isa = KernelIsa::kSm90;
   std::vector<int> row_counts;
   for (int i = 1; i < argc; ++i) {
     if (std::strcmp(argv[i], "parts") == 0) {
       parts = true;
+    } else if (std::strcmp(argv[i], "mma") == 0) {
+      isa = KernelIsa::kMma;
     } else {
       row_counts.push_back(std::atoi(argv[i]));
     }
@@ -261,7 +267,7 @@ int Main(int argc, char** argv) {
   CHECK_CUDA(cudaStreamCreate(&stream));
   const double bandwidth = CopyBandwidth(stream);
   std::printf("copy %.0f GB/s\n", bandwidth * 1e-9);
-  Model model;
+  Model model(isa);
   CHECK_CUDA(cudaDeviceSynchronize());
   for (const int rows : row_counts) {
     for (const int adapters : {0, 1, 4, 8}) {

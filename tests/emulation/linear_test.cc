@@ -4,6 +4,8 @@
 
 #include "gtest/gtest.h"
 #include "kernels/dora/linear_project.cuh"
+#include "kernels/isa/mma/isa.cuh"
+#include "kernels/isa/sm90/isa.cuh"
 #include "tests/emulation/emulator.h"
 #include "tests/emulation/random_layer.h"
 
@@ -28,8 +30,10 @@ struct Case {
 
 class Layer : public RandomLayer {
  public:
-  Layer(const Case& c, std::mt19937* random)
-      : RandomLayer(c.shape, kDoraLinearMaxRows, /*has_bias=*/true, c.ranks, random), case_(c) {}
+  Layer(const Case& c, KernelIsa isa, std::mt19937* random)
+      : RandomLayer(c.shape, kDoraLinearMaxRows, /*has_bias=*/true, c.ranks, random),
+        case_(c),
+        isa_(isa) {}
 
   // Rows 0.. of x under `segments`: y, as fp32. may_adapt: with the kernel that takes adapters.
   std::vector<float> Run(const std::vector<RowSegment>& segments, bool y_fp32,
@@ -122,19 +126,30 @@ class Layer : public RandomLayer {
 
   template <int kM>
   void RunTiles(LinearArgs args) {
-    const int rows = args.p.rows;
-    const int in = case_.shape.in;
-    args.siblings = args.plan.splits == 1 && kM > 1 ? 2 : 1;
-    args.x_rows = RoundUp(rows, kM == 1 ? 8 : 64);
-    const CUtensorMap x_map = MapOf(x_.data(), rows, in, in, args.x_rows / args.siblings);
-    const CUtensorMap x_tile_map = MapOf(x_.data(), rows, in, in, std::min(64, args.x_rows));
-    const CUtensorMap w_map = MapOf(w_.data(), out_, in, in, args.plan.panel_rows);
+    if (isa_ == KernelIsa::kSm90) {
+      args.siblings = args.plan.splits == 1 && kM > 1 ? 2 : 1;
+      args.x_rows = RoundUp(args.p.rows, kM == 1 ? 8 : 64);
+      return RunWidths<Sm90Isa, kM>(args);
+    }
+    // As DoraLinear does it.
+    args.siblings = 1;
+    args.plan = PlanMmaLinear(case_.shape, args.p.rows, kM, case_.cut.teams * kLinearSlices + 2);
+    args.x_rows = RoundUp(args.p.rows, args.p.rows > 64 && args.p.max_rank > 0 ? 64 : 16);
+    if (args.p.rows <= 32) return RunWidths<MmaIsa<2>, 1>(args);
+    RunWidths<MmaIsa<4>, kM>(args);
+  }
+
+  template <typename Isa, int kM>
+  void RunWidths(const LinearArgs& args) {
     const auto run = [&](auto panel) {
-      constexpr int kPanel = decltype(panel)::value;
-      if (args.p.max_rank > 0) {
-        RunPanels<kM, kPanel, true>(args, w_map, x_map, x_tile_map);
+      if constexpr (Isa::kHasClusters || IsMmaPanel(kM, panel)) {
+        if (args.p.max_rank > 0) {
+          RunPanels<Isa, kM, panel, true>(args);
+        } else {
+          RunPanels<Isa, kM, panel, false>(args);
+        }
       } else {
-        RunPanels<kM, kPanel, false>(args, w_map, x_map, x_tile_map);
+        FAIL() << "no panels of " << panel << " rows for " << kM << " tiles";
       }
     };
     switch (args.plan.panel_rows) {
@@ -151,18 +166,24 @@ class Layer : public RandomLayer {
     }
   }
 
-  template <int kM, int kPanel, bool kAdapted>
-  void RunPanels(LinearArgs args, const CUtensorMap& w_map, const CUtensorMap& x_map,
-                 const CUtensorMap& x_tile_map) {
-    using Config = ProjectConfig<kM, kPanel, kAdapted>;
-    using Shared = typename ProjectBlock<kM, kPanel, kAdapted>::Shared;
+  template <typename Isa, int kM, int kPanel, bool kAdapted>
+  void RunPanels(LinearArgs args) {
+    using Config = ProjectConfig<Isa, kM, kPanel, kAdapted>;
+    using Shared = typename ProjectBlock<Isa, kM, kPanel, kAdapted>::Shared;
+    const int rows = args.p.rows;
+    const int in = case_.shape.in;
+    typename Isa::Matrix w_map, x_map, x_tile_map;
+    EncodeMatrix(w_.data(), out_, in, in, kPanel, &w_map);
+    EncodeMatrix(x_.data(), rows, in, in, args.x_rows / args.siblings, &x_map);
+    EncodeMatrix(x_.data(), rows, in, in, std::min(64, args.x_rows), &x_tile_map);
     args.stages = 2 + static_cast<int>(random_() % 3);
     args.flight = 1 + static_cast<int>(random_() % args.stages);
     // Where dynamic shared memory begins behind the static one.
     constexpr uint32_t kDynamic = (sizeof(Shared) + 1023) / 1024 * 1024;
     // What follows the ring, whose last tiles reach beyond it.
-    const int after = std::max(args.plan.splits > 1 ? Config::kExchangeBytes : 0,
-                               (64 * kM - args.x_rows) * 2 * kLinearStageK);
+    const int beyond = Isa::kHasCopyEngine ? 64 * kM - args.x_rows : 0;
+    const int after =
+        std::max(args.plan.splits > 1 ? Config::kExchangeBytes : 0, beyond * 2 * kLinearStageK);
     const int bytes = args.stages * (Config::kWeightBytes +
                                      Config::kStageChunks * args.x_rows * 2 * kLinearStageK) +
                       after;
@@ -177,12 +198,14 @@ class Layer : public RandomLayer {
         [&delay] { return --delay < 0; },
         [&] {
           auto& shared = *reinterpret_cast<Shared*>(emulation::ThisBlock().shared);
-          RunProject<kM, kPanel, kAdapted>(&w_map, &x_map, &x_tile_map, args, shared, kDynamic);
+          RunProject<Isa, kM, kPanel, kAdapted>(&w_map, &x_map, &x_tile_map, args, shared,
+                                                kDynamic);
         });
     Emulator::Get().Run({&grid});
   }
 
   const Case case_;
+  const KernelIsa isa_;
   std::vector<RowSegment> segments_;
   int32_t num_segments_ = 0;
   LinearSignals signals_ = {};
@@ -197,13 +220,17 @@ std::vector<RowSegment> Deal(int rows) {
           {1, rows * 2 / 3, rows}};
 }
 
-class EmulatedLinearTest : public ::testing::TestWithParam<Case> {
+class EmulatedLinearTest : public ::testing::TestWithParam<std::tuple<Case, KernelIsa>> {
  protected:
+  Layer MakeLayer() {
+    return Layer(std::get<Case>(GetParam()), std::get<KernelIsa>(GetParam()), &emulator_.random());
+  }
+
   Emulator emulator_{7};
 };
 
 TEST_P(EmulatedLinearTest, MatchesTheReferenceWithTheSameBitsInEveryBatch) {
-  Layer layer(GetParam(), &emulator_.random());
+  Layer layer = MakeLayer();
   std::map<std::pair<int, int>, std::vector<float>> seen;  // by row and slot
   for (const int rows : {1, 13, 70, 130}) {
     SCOPED_TRACE(testing::Message() << rows << " rows");
@@ -249,7 +276,7 @@ TEST_P(EmulatedLinearTest, MatchesTheReferenceWithTheSameBitsInEveryBatch) {
 }
 
 TEST_P(EmulatedLinearTest, ServesABatchOfTheBaseAloneWithTheSameBitsInBothForms) {
-  Layer layer(GetParam(), &emulator_.random());
+  Layer layer = MakeLayer();
   for (const int rows : {9, 130}) {
     std::vector<float> y;
     std::vector<float> base;
@@ -266,13 +293,15 @@ TEST_P(EmulatedLinearTest, ServesABatchOfTheBaseAloneWithTheSameBitsInBothForms)
 }
 
 // More adapters than magnitudes are kept of, and than one round numbers.
-TEST(EmulatedLinear, ServesManyAdapters) {
+class EmulatedLinearIsaTest : public ::testing::TestWithParam<KernelIsa> {};
+
+TEST_P(EmulatedLinearIsaTest, ServesManyAdapters) {
   Emulator emulator(11);
   Case c = {"Many", {128, 3, {48, 16, 32}}, {32, 1, 1}, {}};
   for (int slot = 0; slot < 40; ++slot) {
     c.ranks.push_back({slot % 7 * 9, slot % 3 * 40, 5 + slot % 2 * 11});
   }
-  Layer layer(c, &emulator.random());
+  Layer layer(c, GetParam(), &emulator.random());
   std::vector<RowSegment> segments;
   for (int row = 0; row < 43; ++row)
     segments.push_back({row % 41 == 40 ? -1 : row % 41, row, row + 1});
@@ -300,8 +329,17 @@ const Case kCases[] = {
     {"WidePanels", {128, 1, {250}}, {192, 1, 2}, {{16}, {24}, {130}}},
 };
 
-INSTANTIATE_TEST_SUITE_P(Cuts, EmulatedLinearTest, testing::ValuesIn(kCases),
-                         [](const auto& info) { return info.param.name; });
+std::string NameOf(KernelIsa isa) { return isa == KernelIsa::kSm90 ? "Sm90" : "Mma"; }
+
+const auto kIsas = testing::Values(KernelIsa::kSm90, KernelIsa::kMma);
+
+INSTANTIATE_TEST_SUITE_P(Cuts, EmulatedLinearTest,
+                         testing::Combine(testing::ValuesIn(kCases), kIsas), [](const auto& info) {
+                           return std::get<Case>(info.param).name +
+                                  NameOf(std::get<KernelIsa>(info.param));
+                         });
+INSTANTIATE_TEST_SUITE_P(Isas, EmulatedLinearIsaTest, kIsas,
+                         [](const auto& info) { return NameOf(info.param); });
 
 }  // namespace
 }  // namespace dorad::kernels

@@ -12,10 +12,18 @@
 
 namespace dorad::kernels {
 
+inline cudaError_t EncodeMatrix(const __nv_bfloat16* data, int64_t rows, int64_t columns,
+                                int64_t ld, int box_rows, CUtensorMap* map) {
+  const FakeMap fake = {data, static_cast<int>(rows), static_cast<int>(columns),
+                        static_cast<int>(ld), box_rows};
+  *map = {};
+  std::memcpy(map, &fake, sizeof(fake));
+  return cudaSuccess;
+}
+
 inline CUtensorMap MapOf(const __nv_bfloat16* data, int rows, int columns, int ld, int box_rows) {
-  const FakeMap fake = {data, rows, columns, ld, box_rows};
-  CUtensorMap map = {};
-  std::memcpy(&map, &fake, sizeof(fake));
+  CUtensorMap map;
+  EncodeMatrix(data, rows, columns, ld, box_rows, &map);
   return map;
 }
 

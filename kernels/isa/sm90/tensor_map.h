@@ -24,8 +24,8 @@ inline decltype(&cuTensorMapEncodeTiled) TensorMapEncoder() {
 
 // A [rows, columns] matrix with leading dimension `ld` (a multiple of 8), 16-byte aligned, fetched
 // in boxes of [box_rows, 64] into the 128-byte swizzle; out of bounds reads as zero.
-inline cudaError_t EncodeTensorMap(const __nv_bfloat16* data, int64_t rows, int64_t columns,
-                                   int64_t ld, int box_rows, CUtensorMap* map) {
+inline cudaError_t EncodeMatrix(const __nv_bfloat16* data, int64_t rows, int64_t columns,
+                                int64_t ld, int box_rows, CUtensorMap* map) {
   if (TensorMapEncoder() == nullptr) return cudaErrorNotSupported;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(ld) * sizeof(__nv_bfloat16)};

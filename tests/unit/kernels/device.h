@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <vector>
 
+#include "kernels/isa/isa.h"
+
 namespace dorad::kernels {
 
 #define DORAD_ASSERT_CUDA(expression)                               \
@@ -22,6 +24,14 @@ class KernelTest : public testing::Test {
     int devices = 0;
     if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
       GTEST_SKIP() << "needs a CUDA GPU";
+    }
+  }
+  // Hopper's own instructions are Hopper's alone; the others need compute capability 8.0.
+  static void SkipWithout(KernelIsa isa) {
+    int major = 0;
+    DORAD_ASSERT_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+    if (isa == KernelIsa::kSm90 ? major != 9 : major < 8) {
+      GTEST_SKIP() << "not for compute capability " << major << ".x";
     }
   }
 };

@@ -64,8 +64,8 @@ class Stack {
  public:
   // adapters[slot][part]
   Stack(const DoraLinearShape& shape, const std::vector<std::vector<ModuleFactors>>& adapters,
-        bool bias, int rows = kDoraLinearMaxRows)
-      : shape_(shape), random_(1) {
+        bool bias, int rows = kDoraLinearMaxRows, KernelIsa isa = KernelIsa::kSm90)
+      : shape_(shape), isa_(isa), random_(1) {
     for (int p = 0; p < shape.parts; ++p) out_ += shape.out[p];
     x_ = Bf16s(random_, size_t{1} * rows * shape.in, 1.0f);
     w_ = Bf16s(random_, size_t{1} * out_ * shape.in, 0.05f);
@@ -112,7 +112,7 @@ class Stack {
     std::vector<CUtensorMap> maps(2 * table.size());
     for (size_t i = 0; i < table.size(); ++i) {
       const size_t part = i % (shape.parts + 1);
-      if (part == 0) continue;
+      if (part == 0 || isa_ != KernelIsa::kSm90) continue;
       EXPECT_EQ(EncodeDoraMaps(table[i], shape.in, shape.out[part - 1], &maps[2 * i]), cudaSuccess);
     }
     maps_ = std::make_unique<DeviceBuffer<CUtensorMap>>(maps);
@@ -157,12 +157,13 @@ class Stack {
     params.w = device_w_->get();
     params.bias = device_bias_ == nullptr ? nullptr : device_bias_->get();
     params.table = {table_->get(), shape_.parts + 1};
-    params.maps = maps_->get();
+    params.maps = isa_ == KernelIsa::kSm90 ? maps_->get() : nullptr;
     params.first_module = 1;
     params.segments = segments_->get();
     params.num_segments = num_segments_->get();
     params.y = y;
     params.y_fp32 = y_fp32;
+    params.isa = isa_;
     params.workspace = workspace_->get();
     params.workspace_bytes = workspace_bytes_;
     return params;
@@ -267,6 +268,7 @@ class Stack {
 
  private:
   const DoraLinearShape shape_;
+  const KernelIsa isa_;
   std::mt19937 random_;
   int out_ = 0;
   int max_rank_ = 0;

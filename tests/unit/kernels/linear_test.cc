@@ -14,10 +14,26 @@
 namespace dorad::kernels {
 namespace {
 
-class LinearTest : public KernelTest {};
+class LinearTest : public KernelTest, public testing::WithParamInterface<KernelIsa> {
+ protected:
+  void SetUp() override {
+    KernelTest::SetUp();
+    if (!IsSkipped()) SkipWithout(GetParam());
+  }
 
-TEST_F(LinearTest, OneAdapterMatchesTheReferenceAtEveryWidth) {
-  Stack stack(Shape(576, {576, 192, 192}), {{{384}, {384}, {384}}}, true);
+  static Stack MakeStack(const DoraLinearShape& shape,
+                         const std::vector<std::vector<ModuleFactors>>& adapters, bool bias) {
+    return Stack(shape, adapters, bias, kDoraLinearMaxRows, GetParam());
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Isas, LinearTest, testing::Values(KernelIsa::kSm90, KernelIsa::kMma),
+                         [](const auto& info) {
+                           return info.param == KernelIsa::kSm90 ? "Sm90" : "Mma";
+                         });
+
+TEST_P(LinearTest, OneAdapterMatchesTheReferenceAtEveryWidth) {
+  Stack stack = MakeStack(Shape(576, {576, 192, 192}), {{{384}, {384}, {384}}}, true);
   for (const int rows : {1, 3, 8, 9, 16, 17, 32, 40, 64, 65, 128, 129, 256}) {
     const std::vector<RowSegment> segments = {{0, 0, rows}};
     stack.ExpectClose(stack.Run(0, rows, segments), 0, rows, segments, kFp32Tolerance,
@@ -26,8 +42,8 @@ TEST_F(LinearTest, OneAdapterMatchesTheReferenceAtEveryWidth) {
   }
 }
 
-TEST_F(LinearTest, TheBaseAloneMatchesTheReference) {
-  Stack stack(Shape(1024, {1536}), {{{16}}}, false);
+TEST_P(LinearTest, TheBaseAloneMatchesTheReference) {
+  Stack stack = MakeStack(Shape(1024, {1536}), {{{16}}}, false);
   for (const int rows : {1, 8, 30, 100, 256}) {
     const std::vector<RowSegment> segments = {{-1, 0, rows}};
     stack.ExpectClose(stack.Run(0, rows, segments), 0, rows, segments, 1e-5,
@@ -36,10 +52,10 @@ TEST_F(LinearTest, TheBaseAloneMatchesTheReference) {
 }
 
 // Launches that take adapters, and those that do not, have kernels of their own.
-TEST_F(LinearTest, RowsOfTheBaseHaveTheSameBitsWhetherOrNotTheLaunchTakesAdapters) {
+TEST_P(LinearTest, RowsOfTheBaseHaveTheSameBitsWhetherOrNotTheLaunchTakesAdapters) {
   for (const DoraLinearShape& shape :
        {Shape(1024, {1536}), Shape(576, {576, 192, 200}), Shape(128, {25344})}) {
-    Stack stack(shape, ManyAdapters(shape.parts), true);
+    Stack stack = MakeStack(shape, ManyAdapters(shape.parts), true);
     for (const int rows : {1, 40, 65, 128, 200, 256}) {
       const std::vector<float> among = stack.Run(0, rows, {{-1, 0, rows}});
       DeviceBuffer<float> y(size_t{1} * rows * stack.out());
@@ -53,8 +69,8 @@ TEST_F(LinearTest, RowsOfTheBaseHaveTheSameBitsWhetherOrNotTheLaunchTakesAdapter
   }
 }
 
-TEST_F(LinearTest, MixedBatchesMatchTheReference) {
-  Stack stack(Shape(512, {576, 192, 208}), ManyAdapters(3), true);
+TEST_P(LinearTest, MixedBatchesMatchTheReference) {
+  Stack stack = MakeStack(Shape(512, {576, 192, 208}), ManyAdapters(3), true);
   for (const int rows : {7, 16, 32, 61, 128, 256}) {
     const std::vector<RowSegment> segments = Deal(rows, {-1, 0, 1, 2, 3, 4, 5});
     const std::string what = "rows " + std::to_string(rows);
@@ -63,8 +79,8 @@ TEST_F(LinearTest, MixedBatchesMatchTheReference) {
   }
 }
 
-TEST_F(LinearTest, ASegmentForEveryRowMatchesTheReference) {
-  Stack stack(Shape(512, {576, 192, 208}), ManyAdapters(3), true);
+TEST_P(LinearTest, ASegmentForEveryRowMatchesTheReference) {
+  Stack stack = MakeStack(Shape(512, {576, 192, 208}), ManyAdapters(3), true);
   for (const int rows : {64, 128, 256}) {
     std::vector<RowSegment> segments;
     for (int row = 0; row < rows; ++row) segments.push_back({row % 7 - 1, row, row + 1});
@@ -74,12 +90,12 @@ TEST_F(LinearTest, ASegmentForEveryRowMatchesTheReference) {
 }
 
 // Shapes that a launch cuts in every way: pieces of K that meet, several tiles a block, tails.
-TEST_F(LinearTest, EveryCutMatchesTheReference) {
+TEST_P(LinearTest, EveryCutMatchesTheReference) {
   const DoraLinearShape shapes[] = {Shape(4096, {2048, 512, 512}), Shape(4096, {1024}),
                                     Shape(12288, {520}), Shape(64, {40000}),
                                     Shape(200, {1008, 288, 77})};
   for (const DoraLinearShape& shape : shapes) {
-    Stack stack(shape, ManyAdapters(shape.parts), true);
+    Stack stack = MakeStack(shape, ManyAdapters(shape.parts), true);
     for (const int rows : {5, 24}) {
       const std::vector<RowSegment> segments = Deal(rows, {3, -1, 0, 4});
       stack.ExpectClose(stack.Run(0, rows, segments), 0, rows, segments, kFp32Tolerance,
@@ -93,10 +109,10 @@ TEST_F(LinearTest, EveryCutMatchesTheReference) {
   }
 }
 
-TEST_F(LinearTest, ARowHasTheSameBitsAloneAndInEveryBatch) {
+TEST_P(LinearTest, ARowHasTheSameBitsAloneAndInEveryBatch) {
   for (const DoraLinearShape& shape :
        {Shape(4096, {2048, 512, 512}), Shape(576, {576}), Shape(64, {40000})}) {
-    Stack stack(shape, ManyAdapters(shape.parts), false);
+    Stack stack = MakeStack(shape, ManyAdapters(shape.parts), false);
     const std::vector<int> slots = {-1, 0, 1, 2, 3, 4, 5};
     for (const int rows : {7, 13, 31, 64, 100, 256}) {
       const std::vector<RowSegment> segments = Deal(rows, slots);
@@ -114,11 +130,11 @@ TEST_F(LinearTest, ARowHasTheSameBitsAloneAndInEveryBatch) {
 }
 
 // Panels of every width, and every number of rows, of which none is what rings are laid out for.
-TEST_F(LinearTest, EveryNumberOfRowsGivesTheSameBits) {
+TEST_P(LinearTest, EveryNumberOfRowsGivesTheSameBits) {
   for (const DoraLinearShape& shape :
        {Shape(128, {4224}), Shape(128, {8448}), Shape(128, {12672}), Shape(128, {16896}),
         Shape(128, {25344}), Shape(1024, {1536}), Shape(1024, {6144})}) {
-    Stack stack(shape, {{{40}}}, false);
+    Stack stack = MakeStack(shape, {{{40}}}, false);
     for (int rows = 1; rows <= kDoraLinearMaxRows; ++rows) {
       const std::vector<float> y = stack.Run(0, rows, {{0, 0, rows}});
       const std::vector<float> alone = stack.Run(rows - 1, 1, {{0, 0, 1}});
@@ -130,8 +146,8 @@ TEST_F(LinearTest, EveryNumberOfRowsGivesTheSameBits) {
 }
 
 // A captured launch serves one mix after the other.
-TEST_F(LinearTest, AGraphServesAnyMix) {
-  Stack stack(Shape(1024, {1024, 256, 256}), ManyAdapters(3), true);
+TEST_P(LinearTest, AGraphServesAnyMix) {
+  Stack stack = MakeStack(Shape(1024, {1024, 256, 256}), ManyAdapters(3), true);
   constexpr int kRows = 48;
   const size_t size = size_t{1} * kRows * stack.out();
   DeviceBuffer<float> y(size);
@@ -163,8 +179,8 @@ TEST_F(LinearTest, AGraphServesAnyMix) {
 }
 
 // The tensor maps of a slot change in place: the copy engine must not go by what it remembers.
-TEST_F(LinearTest, ASlotServesWhoeverFillsIt) {
-  Stack stack(Shape(1024, {1024, 256}), {{{64}, {48}}, {{64}, {48}}}, false);
+TEST_P(LinearTest, ASlotServesWhoeverFillsIt) {
+  Stack stack = MakeStack(Shape(1024, {1024, 256}), {{{64}, {48}}, {{64}, {48}}}, false);
   constexpr int kRows = 24;
   const std::vector<float> expected[] = {stack.Run(0, kRows, {{0, 0, kRows}}),
                                          stack.Run(0, kRows, {{1, 0, kRows}})};
@@ -191,8 +207,8 @@ TEST_F(LinearTest, ASlotServesWhoeverFillsIt) {
   cudaStreamDestroy(stream);
 }
 
-TEST_F(LinearTest, RefusesWhatItCannotTake) {
-  Stack stack(Shape(64, {32}), {{{8}}}, false);
+TEST_P(LinearTest, RefusesWhatItCannotTake) {
+  Stack stack = MakeStack(Shape(64, {32}), {{{8}}}, false);
   stack.SetSegments({{0, 0, 1}});
   DeviceBuffer<float> y(size_t{1} * 257 * 32);
   const DoraLinearParams good = stack.Params(0, 1, y.get(), true);

@@ -27,7 +27,12 @@ inline void BarrierArrive(uint32_t barrier, uint32_t arrivals) {
   for (uint32_t i = 0; i < arrivals; ++i) BarrierArrive(barrier);
 }
 
-inline void BarrierHoldForCopies(uint32_t) {}  // CopyAsync16 is done at once
+inline void BarrierHoldForCopies(uint32_t address) {
+  emulation::Barrier& barrier = emulation::ThisBlock().BarrierAt(address);
+  ++barrier.pending;
+  // What is done later is done in order: after this thread's copies.
+  emulation::Emulator::Get().Later([&barrier] { ArriveAt(barrier, 0); });
+}
 inline void BarrierWait(uint32_t barrier, uint32_t parity) {
   const emulation::Barrier& awaited = emulation::ThisBlock().BarrierAt(barrier);
   emulation::Emulator::Get().WaitWhile(awaited.phase, parity);

@@ -7,11 +7,13 @@ namespace dorad::kernels {
 
 inline void CopyAsync16(uint32_t destination, const void* source, bool valid) {
   unsigned char* to = emulation::ThisBlock().At(destination);
-  if (valid) {
-    std::memcpy(to, source, 16);
-  } else {
-    std::memset(to, 0, 16);
-  }
+  emulation::Emulator::Get().Later([=] {
+    if (valid) {
+      std::memcpy(to, source, 16);
+    } else {
+      std::memset(to, 0, 16);
+    }
+  });
 }
 
 inline void StoreShared(uint32_t address, float2 value) {

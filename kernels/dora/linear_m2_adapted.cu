@@ -1,7 +1,0 @@
-#include "kernels/dora/linear_instance.cuh"
-
-namespace dorad::kernels {
-
-template cudaError_t LaunchProject<2, true>(const LinearLaunch& launch);
-
-}  // namespace dorad::kernels

@@ -1,0 +1,47 @@
+// The emulator's form of kernels/isa/mma/mma.cuh, as far as emulated kernels use it: products are
+// summed in fp32 in the order of K.
+#pragma once
+
+#include <array>
+#include <bit>
+
+#include "tests/emulation/emulator.h"
+
+namespace dorad::kernels {
+
+inline void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
+  if (address % 16 != 0) emulation::Fail("a row of a matrix is not aligned");
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  emulation::Exchange(address, [&](const uint32_t* rows) {
+    for (int i = 0; i < 4; ++i) {
+      std::memcpy(&r[i], emulation::ThisBlock().At(rows[8 * i + lane / 4] + lane % 4 * 4), 4);
+    }
+    return 0;
+  });
+}
+
+// The halves of a register, the lower one first.
+inline float HalfOf(uint32_t pair, int half) {
+  return std::bit_cast<float>(half == 0 ? pair << 16 : pair & 0xFFFF0000);
+}
+
+inline void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  using Registers = std::array<uint32_t, 6>;
+  emulation::Exchange(Registers{a[0], a[1], a[2], a[3], b0, b1}, [&](const Registers* all) {
+    for (int i = 0; i < 4; ++i) {
+      const int row = lane / 4 + i / 2 * 8;
+      const int column = lane % 4 * 2 + i % 2;
+      float sum = 0.0f;
+      for (int k = 0; k < 16; ++k) {
+        const Registers& of_row = all[row % 8 * 4 + k % 8 / 2];
+        const Registers& of_column = all[column * 4 + k % 8 / 2];
+        sum += HalfOf(of_row[row / 8 + k / 8 * 2], k % 2) * HalfOf(of_column[4 + k / 8], k % 2);
+      }
+      d[i] += sum;
+    }
+    return 0;
+  });
+}
+
+}  // namespace dorad::kernels
