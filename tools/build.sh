@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Configures and builds: tools/build.sh [BUILD_DIR [TARGET...]], default build and everything.
-# CUDA parts are built when nvcc is found, unless DORAD_NO_CUDA=1.
+# CUDA parts are built when nvcc is found, unless DORAD_NO_CUDA=1, for the GPUs of KERNEL_ARCHS (CUDA
+# architectures, or `all`), else for those of this machine, else for Hopper.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 build=${1:-build}
@@ -14,7 +15,7 @@ flags=(-G Ninja)
 flags+=(${CMAKE_FLAGS:-})
 nvcc=$(find_nvcc)
 if [[ -n $nvcc && ! ${DORAD_NO_CUDA:-} ]]; then
-  flags+=(-DDORAD_CUDA=ON -DCMAKE_CUDA_COMPILER="$nvcc")
+  flags+=(-DDORAD_CUDA=ON -DCMAKE_CUDA_COMPILER="$nvcc" -DKERNEL_ARCHS="${KERNEL_ARCHS:-}")
   kind="C++ and CUDA"
 else
   flags+=(-DDORAD_CUDA=OFF)
