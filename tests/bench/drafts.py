@@ -1,18 +1,17 @@
 """Drafts: how many tokens a step they bring, and the time against none.
 
-    python tests/bench/drafts.py --kl 1e-5,1e-4,1e-3
+    python tests/bench/drafts.py --moves 0,1e-4,1e-3,1e-2
         Old answers as drafts. Prompts are answered under an adapter, and again, with the same
-        seeds, under adapters that moved from it by so much KL a token: without drafts, and with
-        the old answers. Random weights (--shape), or --model and --adapter folders with prompts
-        of real text.
+        seeds, under adapters that moved from it: without drafts, and with the old answers. Random
+        weights (--shape), or --model and --adapter folders with prompts of real text.
     python tests/bench/drafts.py --ngrams --model FOLDER [--adapter FOLDER]
         N-grams as drafts, on real text of several kinds (tests/lib/task_prompts.py), at several
         temperatures and numbers of samples: with ngram_drafts and without, by turns.
 
-The server is $DORAD_BINARY, on $DORAD_TEST_DEVICE. A step of the policy moves so many DoRA
-magnitudes by 2 % as the KL asks for; the KL is estimated over the old answers, as the
-mean of r - 1 - log r, with r the ratio of the new probability to the old one. --kl 0: the same
-version.
+The server is $DORAD_BINARY, on $DORAD_TEST_DEVICE. A move is the part of the DoRA magnitudes that
+change by 2 %; 0 is the same version. The KL of a token is estimated over the old answers, as the
+mean of r - 1 - log r, with r the ratio of the new probability to the old one: in bf16 it is 0 or
+what rounding makes of it, at the low temperatures of random weights.
 --entropy sets the temperature so that a token has so many nats, as a trained model's: random
 weights have nearly ln(vocabulary) at 1. Tokens and log-probabilities with drafts must be bitwise
 those without. Times are of the whole batch, sent at once; the shares are of generated tokens.
@@ -204,16 +203,12 @@ def measure_old_answers(options: argparse.Namespace, scratch: Path) -> list[dict
         facts = {"temperature": round(rollout.temperature, 5)}
         facts["entropy"] = round(rollout.entropy(), 3)
         old = run(server, rollout.wanted(), options.time_limit)
-        by, kl = 0.05, 0.0
-        for target in options.kl:
-            for attempt in range(4 if target else 0):
-                folder = moved(adapter, by, scratch / f"moved-{target}-{attempt}")
+        for move in options.moves:
+            if move:
+                folder = moved(adapter, move, scratch / f"moved-{move}")
                 server.wire.publish(NAME, folder, activate=True)
                 shutil.rmtree(folder)
-                kl = rollout.kl(old)
-                if 0.8 < kl / target < 1.25:
-                    break
-                by *= target / kl
+            kl = rollout.kl(old)
             plain = run(server, rollout.wanted(), options.time_limit)
             drafted = [
                 want | dict(drafts=[sample.tokens])
@@ -227,7 +222,7 @@ def measure_old_answers(options: argparse.Namespace, scratch: Path) -> list[dict
             # Tokens before the first other one, of all that could be.
             first = sum(int(np.argmin(np.append(places, False))) for places in equal)
             rows.append(
-                {"kl": float(f"{kl:.2e}"), **facts}
+                {"move": move, "kl": float(f"{kl:.2e}"), **facts}
                 | {"equal_places": round(float(np.mean(np.concatenate(equal))), 3)}
                 | {"before_first_other": round(first / plain.tokens, 3)}
                 | with_drafts.facts()
@@ -324,7 +319,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--rank", type=int, default=384 if on_gpu else 8)
     add("--model", type=Path, help="a model's folder instead of a shape")
     add("--adapter", type=Path, help="its adapter's folder")
-    add("--kl", type=floats, default=[1e-5, 1e-4, 1e-3], help="nats a token")
+    add("--moves", type=floats, default=[0.0, 1e-4, 1e-3, 1e-2])
     add("--temperature", type=float, default=1.0)
     add("--entropy", type=float, default=0.0, help="sets the temperature: nats a token")
     add("--prompts", type=int, default=8)
