@@ -12,6 +12,7 @@ from dorad._sync.fleet import Fleet
 from dorad._sync.pool import RolloutPool
 from dorad._sync.stream import Stream
 from dorad._version import __version__
+from dorad.answers import Answers
 from dorad.errors import (
     Cancelled,
     Conflict,
@@ -56,6 +57,7 @@ from dorad.types import (
 __all__ = [
     "Activation",
     "AdapterVersion",
+    "Answers",
     "Cancelled",
     "Client",
     "Conflict",

@@ -21,6 +21,7 @@ from dorad.errors import DoradError, from_rpc_error
 
 if TYPE_CHECKING:
     from dorad._aio.calls import RunningCalls
+    from dorad.answers import Answers
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -140,6 +141,7 @@ async def run_many(
     concurrency: int,
     return_errors: bool,
     progress: Callable[[int, int], None] | None,
+    answers: Answers | None,
     choose: Callable[[Iterable[t.GenerateRequest]], int] = lambda waiting: 0,
 ) -> list[Any]:
     """Runs `generate` for each request, at most `concurrency` at once; results in order.
@@ -147,8 +149,11 @@ async def run_many(
     `choose` gets the requests that wait, at least one, and returns the place of the next one.
 
     A DoradError takes its result's place. Without `return_errors` the first one cancels the rest
-    and is raised with the results so far; None stands for unfinished ones.
+    and is raised with the results so far; None stands for unfinished ones. `answers` offers drafts
+    before the first one runs, and keeps what comes.
     """
+    if answers is not None:
+        todo = [answers.offer(request) for request in todo]
     results: list[Any] = [None] * len(todo)
     waiting = deque(range(len(todo)))
     done = 0
@@ -165,6 +170,9 @@ async def run_many(
                 results[index] = error
                 if not return_errors:
                     raise
+            else:
+                if answers is not None:
+                    answers.keep(todo[index], results[index])
             done += 1
             if progress is not None:
                 progress(done, len(todo))

@@ -24,6 +24,7 @@ from dorad.errors import Cancelled, DoradError, from_rpc_error
 
 if TYPE_CHECKING:
     from dorad._sync.calls import RunningCalls
+    from dorad.answers import Answers
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -103,13 +104,17 @@ def run_calls(
     concurrency: int,
     return_errors: bool,
     progress: Callable[[int, int], None] | None,
+    answers: Answers | None,
 ) -> list[Any]:
     """Runs `generate` for each request, in at most `concurrency` threads; results in order.
 
     A DoradError takes its result's place. Without `return_errors` the first one cancels the rest
-    and is raised with the results so far; None stands for unfinished ones. Each `generate`
-    gets the set of its calls: a part of the client's.
+    and is raised with the results so far; None stands for unfinished ones. `answers` offers drafts
+    before the first one runs, and keeps what comes. Each `generate` gets the set of its calls: a
+    part of the client's.
     """
+    if answers is not None:
+        todo = [answers.offer(request) for request in todo]
     part = type(calls)()
     results: list[Any] = [None] * len(todo)
     lock = threading.Lock()
@@ -124,6 +129,9 @@ def run_calls(
                 results[index] = error
             if not return_errors:
                 raise
+        else:
+            if answers is not None:
+                answers.keep(todo[index], results[index])
         with lock:
             done += 1
             if progress is not None:

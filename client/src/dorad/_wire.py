@@ -104,6 +104,23 @@ def _bad_words(words: Sequence[t.TokenIds] | None) -> list[inference_pb2.TokenSe
     ]
 
 
+def sampling_params(request: t.GenerateRequest) -> inference_pb2.SamplingParams:
+    return filled(
+        inference_pb2.SamplingParams,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        min_p=request.min_p,
+        seed=request.seed,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        allowed_token_ids=pack_allowed(request.allowed_token_ids),
+        bad_words=_bad_words(request.bad_words),
+        **pack_biases(request.logit_bias),
+    )
+
+
 def generate_request(request: t.GenerateRequest, *, stream: bool) -> inference_pb2.GenerateRequest:
     """The wire form; leaves out fields that the caller did not set."""
     message = filled(
@@ -116,20 +133,7 @@ def generate_request(request: t.GenerateRequest, *, stream: bool) -> inference_p
         response_mode=(
             inference_pb2.RESPONSE_MODE_STREAM if stream else inference_pb2.RESPONSE_MODE_FINAL
         ),
-        sampling=filled(
-            inference_pb2.SamplingParams,
-            temperature=request.temperature,
-            top_k=request.top_k,
-            top_p=request.top_p,
-            min_p=request.min_p,
-            seed=request.seed,
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            repetition_penalty=request.repetition_penalty,
-            allowed_token_ids=pack_allowed(request.allowed_token_ids),
-            bad_words=_bad_words(request.bad_words),
-            **pack_biases(request.logit_bias),
-        ),
+        sampling=sampling_params(request),
         stop=filled(
             inference_pb2.StopParams,
             max_tokens=request.max_tokens,

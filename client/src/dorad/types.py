@@ -11,7 +11,7 @@ import enum
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ from dorad.server_info import EngineInfo as EngineInfo
 from dorad.server_info import Limits as Limits
 from dorad.server_info import ModelInfo as ModelInfo
 from dorad.server_info import ServerInfo as ServerInfo
+
+if TYPE_CHECKING:
+    from dorad.answers import Answers
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -122,6 +125,7 @@ class ManyOptions(GenerateOptions, total=False):
 
     concurrency: int
     progress: Callable[[int, int], None] | None
+    answers: Answers | None
     timeout: float | None
     retry_for: float | None
 

@@ -18,6 +18,7 @@ from dorad._aio.stream import Stream
 from dorad._asyncio import AsDoradErrors, read, run_calls
 from dorad._channel import PROBE_SECONDS
 from dorad._retry import Attempts
+from dorad.answers import Answers
 from dorad.errors import DeadlineExceeded, DoradError, Unavailable
 
 T = TypeVar("T")
@@ -194,6 +195,7 @@ class Inference(Connection):
         concurrency: int = 512,
         return_errors: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        answers: Answers | None = None,
         timeout: float | None = None,
         retry_for: float | None = None,
         **options: Unpack[t.GenerateOptions],
@@ -207,6 +209,8 @@ class Inference(Connection):
           requests: prompts; bare token ids take `options`, a `GenerateRequest` has its own.
           return_errors: put a prompt's error into the result instead of cancelling the rest.
           progress: called as progress(done, total), one call at a time, on the event loop.
+          answers: those of earlier calls, for prompts that come again with their seed: they become
+            the prompts' drafts, and the new ones take their place.
           timeout: seconds for each prompt, all its attempts included.
           retry_for: seconds to go on after a prompt's failure; None: the client's `retry_for`, or
             else until `timeout`.
@@ -227,6 +231,7 @@ class Inference(Connection):
             concurrency=concurrency,
             return_errors=return_errors,
             progress=progress,
+            answers=answers,
         )
 
     def _insistent(self, timeout: float | None, retry_for: float | None) -> Attempts:

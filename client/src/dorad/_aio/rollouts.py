@@ -10,6 +10,7 @@ from dorad import _wire
 from dorad import types as t
 from dorad._asyncio import Runner
 from dorad._pool import Pool
+from dorad.answers import Answers
 from dorad.errors import DoradError
 
 
@@ -64,6 +65,7 @@ class Rollouts:
         concurrency: int = 512,
         return_errors: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        answers: Answers | None = None,
         timeout: float | None = None,
         retry_for: float | None = None,
         **options: Unpack[t.GenerateOptions],
@@ -90,6 +92,7 @@ class Rollouts:
                 concurrency=concurrency,
                 return_errors=return_errors,
                 progress=progress,
+                answers=answers,
             )
         )
 
