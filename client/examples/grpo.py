@@ -40,6 +40,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from dorad import (
     AdapterVersion,
+    Answers,
     Client,
     Fleet,
     GenerateRequest,
@@ -130,9 +131,14 @@ class Prompts:
 
 
 def sample_groups(
-    client: Client | Fleet, prompts: Prompts, version: AdapterVersion, seed: int
+    client: Client | Fleet,
+    prompts: Prompts,
+    version: AdapterVersion,
+    seed: int,
+    last: Answers | None = None,
 ) -> Iterator[Group]:
-    """One group for each prompt, all of them in one batch of the server."""
+    """One group for each prompt, all of them in one batch of the server. `last` has the answers of
+    the last step, if that had the same seed: they are guesses, which change the time alone."""
     requests = [
         GenerateRequest(
             token_ids,
@@ -145,7 +151,7 @@ def sample_groups(
         )
         for index, token_ids in enumerate(prompts.token_ids)
     ]
-    answers = client.generate_many(requests)
+    answers = client.generate_many(requests, answers=last)
     for request, samples, (_, keywords) in zip(requests, answers, TASKS, strict=True):
         for sample in samples:
             check_origin(sample, version)
@@ -265,6 +271,7 @@ def run(
     seed: int = 0,
     shared: SharedTensors | None = None,
     weights: BaseWeights | None = None,
+    same_seeds: bool = False,
 ) -> list[Step]:
     """The loop. Prints a line for each step."""
     torch.manual_seed(seed)
@@ -273,11 +280,13 @@ def run(
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=LEARNING_RATE, betas=BETAS)
     version = publish(client, policy, shared)
+    last = Answers() if same_seeds else None
     print("step  version     reward  sampling  training  publish  |Δlogprob| mean      max")
     done: list[Step] = []
     for number in range(1, steps + 1):
         began = time.monotonic()
-        groups = list(sample_groups(client, prompts, version, seed=1000 * (1000 * seed + number)))
+        seeds = 1000 * (1000 * seed + (0 if same_seeds else number))  # the first prompt's
+        groups = list(sample_groups(client, prompts, version, seeds, last))
         sampled = time.monotonic()
         colocated = client if weights is not None and isinstance(client, Client) else None
         with kv_memory(colocated) if colocated else nullcontext():
@@ -355,6 +364,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="of a server of its own: cpu or cuda")
     parser.add_argument("--servers", type=int, default=0, help="of its own, as a fleet on Ray")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--same-seeds",
+        action="store_true",
+        help="sample each prompt with one seed at all steps: its last answers are drafts, so"
+        " sampling is faster, but the learner sees nearly the same answers again and explores less",
+    )
     options = parser.parse_args()
     if options.servers and (options.target or options.colocate):
         parser.error("--servers is for servers of its own, which share no GPU with the trainer")
@@ -373,7 +388,15 @@ def main() -> None:
         weights = None
         if options.colocate and isinstance(client, Client):
             weights = base_weights(client)
-        steps = run(client, options.model, options.steps, options.seed, shared, weights)
+        steps = run(
+            client,
+            options.model,
+            options.steps,
+            options.seed,
+            shared,
+            weights,
+            options.same_seeds,
+        )
     elapsed = time.monotonic() - began
     print(f"\nMean reward of {len(TASKS)} prompts x {GROUP} answers; {elapsed:.0f} s in all")
     for number, step in enumerate(steps, 1):

@@ -49,6 +49,26 @@ def test_the_same_seed_gives_the_same_run(grpo, model, client):
     assert first == second != other
 
 
+def test_with_the_same_seeds_the_last_answers_are_guesses(grpo, model, client, monkeypatch):
+    generate_many, runs = client.generate_many, []
+
+    def recorded(requests, answers):
+        results = generate_many(requests, answers=answers)
+        usages = [s.usage for samples in results for s in samples]
+        accepted = sum(usage.accepted_draft_tokens for usage in usages)
+        runs.append(([request.seed for request in requests], accepted))
+        return results
+
+    monkeypatch.setattr(client, "generate_many", recorded)
+    steps = grpo.run(client, model, steps=2, same_seeds=True)
+    (seeds, first), (again, second) = runs
+    assert seeds == again and len(set(seeds)) == len(seeds)
+    assert first == 0 < second
+    monkeypatch.setattr(client, "generate_many", lambda requests, answers: generate_many(requests))
+    plain = grpo.run(client, model, steps=2, same_seeds=True)
+    assert [step.reward for step in steps] == [step.reward for step in plain]
+
+
 def test_beside_the_server_it_publishes_the_same_from_memory(grpo, model, client, tmp_path):
     uploaded = grpo.run(client, model, steps=2, seed=3)
     path = tmp_path / "memory.sock"
