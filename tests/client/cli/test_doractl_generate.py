@@ -63,6 +63,19 @@ def test_changes_of_logits_are_sent(doractl, server):
     assert words == [[1, 2], [3]]
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"), [((), None), (["--ngram-drafts"], True), (["--no-ngram-drafts"], False)]
+)
+def test_guesses_from_repetitions_are_the_servers_choice_unless_told(
+    doractl, server, words, expected
+):
+    made = doractl("generate", "--token-ids", "1", "--base", *words, "-o", "json")
+    (call,) = server.generate_calls
+    assert (call.ngram_drafts if call.HasField("ngram_drafts") else None) == expected
+    usage = json.loads(made)[0]["usage"]
+    assert usage["draft_tokens"] == usage["accepted_draft_tokens"] == 0
+
+
 def test_a_bias_needs_a_token_and_a_number(doractl, server):
     out = doractl("generate", "--token-ids", "1", "--base", "--logit-bias", "7:1", code=64)
     assert "7:1" in out and server.generate_calls == []

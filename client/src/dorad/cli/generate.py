@@ -298,6 +298,12 @@ def generate(
         list[str] | None,
         typer.Option(help="Tokens that together end a sample: 1,2,3. Repeatable."),
     ] = None,
+    ngram_drafts: Annotated[
+        bool | None,
+        typer.Option(
+            help="Guess tokens from repetitions. Changes the time alone. Default: the server's."
+        ),
+    ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Do not stop at end tokens.")
     ] = False,
@@ -339,6 +345,7 @@ def generate(
         "seed": seed,
         "stop_token_ids": parse_ids(stop_token_ids, "--stop-token-ids") or None,
         "stop_sequences": [parse_ids(ids, "--stop-sequence") for ids in stop_sequence or ()],
+        "ngram_drafts": ngram_drafts,
         "ignore_eos": ignore_eos,
         "logprobs": logprobs.value if logprobs else None,
         "prompt_logprobs": prompt_logprobs,
