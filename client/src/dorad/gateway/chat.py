@@ -70,6 +70,7 @@ async def understand(gateway: Gateway, caller: Caller, raw: Mapping[str, Any]) -
     options: GenerateOptions = {
         **body.options(text),
         "images": images or None,
+        "drafts": await _drafts(gateway, body),
         "adapter": adapter,
         "max_tokens": max_tokens,
         "request_id": caller.call_id(),
@@ -91,6 +92,16 @@ async def understand(gateway: Gateway, caller: Caller, raw: Mapping[str, Any]) -
         include_usage=body.stream_options.include_usage,
     )
     return chat, body.stream
+
+
+async def _drafts(gateway: Gateway, body: ChatRequest) -> list[list[int]] | None:
+    """Those of the request, or its prediction for every choice. Raises Refusal."""
+    if body.prediction is None:
+        return body.drafts
+    if body.drafts is not None:
+        message = "prediction and drafts exclude each other"
+        raise Refusal(400, "FIELD_INVALID", message, param="prediction")
+    return [await gateway.encode(body.prediction.text, special_tokens=False)] * body.n
 
 
 async def prompt_of(

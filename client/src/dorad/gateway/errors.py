@@ -25,6 +25,7 @@ _STATUS = {
 }
 _PARAMS = {
     "logprobs.top_k": "logprobs",  # top_k is another field.
+    "drafts": "drafts",
     "sampling.logit_biases": "logit_bias",
     "sampling.logit_bias_token_ids": "logit_bias",
 }

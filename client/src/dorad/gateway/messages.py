@@ -117,6 +117,13 @@ Content = Annotated[
 ]
 
 
+Texts = Annotated[
+    Annotated[str, Tag("<string>")]
+    | Annotated[list[TextPart], Field(fail_fast=True), Tag("<list>")],
+    union(kind_of, "a string or a list of parts of type text"),
+]
+
+
 @with_config(extra="allow")
 class Message(TypedDict):
     """All fields reach the chat template, such as a tool's `tool_call_id`."""

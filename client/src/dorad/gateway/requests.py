@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -16,7 +16,7 @@ from dorad.errors import Violation
 from dorad.gateway import validation
 from dorad.gateway.assembler import stops_of
 from dorad.gateway.errors import Refusal
-from dorad.gateway.messages import AnyMessage
+from dorad.gateway.messages import AnyMessage, Texts
 from dorad.gateway.samples import Work
 from dorad.gateway.validation import Body, M, TokenIds, UInt32, kind_of, union
 from dorad.text import ModelText
@@ -101,6 +101,10 @@ class Sampling(Body):
     """Log-probabilities of the model itself ("raw"), of the distribution that is sampled from
     ("processed"), or after the temperature alone ("scaled"). Default: the gateway's
     --logprobs-mode."""
+    drafts: list[TokenIds] | None = Field(default=None, fail_fast=True)
+    """Guesses at the tokens of the first choices, in their order. They change the time alone."""
+    ngram_drafts: bool | None = None
+    """Guess tokens from repetitions, too. Default: the server's setting."""
     in_flight_policy: t.InFlightPolicy | None = None
     """What happens when the active version of the adapter moves. Needs a name without a version."""
 
@@ -123,6 +127,8 @@ class Sampling(Body):
             "ignore_eos": self.ignore_eos,
             "priority": self.priority,
             "cache_salt": self.cache_salt,
+            "drafts": self.drafts,
+            "ngram_drafts": self.ngram_drafts,
             "in_flight_policy": self.in_flight_policy,
         }
 
@@ -145,7 +151,11 @@ class Sampling(Body):
         stream: bool,
         top_logprobs: int | None = None,
     ) -> Work:
-        """The Generate calls of this request, and how their samples end."""
+        """The Generate calls of this request, and how their samples end. Raises Refusal."""
+        n = options.get("n") or 1
+        if len(options.get("drafts") or ()) > len(prompts) * n:
+            message = f"more drafts than the {len(prompts) * n} choices"
+            raise Refusal(400, "DRAFTS_TOO_MANY", message, param="drafts")
         eos = frozenset(() if self.ignore_eos else model.eos_token_ids)
         stop = self.stop or []
         return Work(
@@ -157,7 +167,7 @@ class Sampling(Body):
                 include=self.include_stop_str_in_output,
                 min_tokens=self.min_tokens or 0,
             ),
-            n=options.get("n") or 1,
+            n=n,
             stream=stream,
             eos_token_ids=eos,
             skip_special_tokens=self.skip_special_tokens,
@@ -257,9 +267,23 @@ class Templated(Body):
         return {"add_generation_prompt": self.add_generation_prompt, **self.chat_template_kwargs}
 
 
+class Prediction(Body):
+    type: Literal["content"]
+    content: Texts
+    """What the answer will mostly be, as of a message: a text, or parts of type text."""
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part["text"] for part in self.content)
+
+
 class ChatRequest(OpenAIRequest, Templated):
     messages: list[AnyMessage] = Field(min_length=1, fail_fast=True)
     """The conversation."""
+    prediction: Prediction | None = None
+    """A guess at the text of every choice, in place of `drafts`. It changes the time alone."""
     max_tokens: UInt32 | None = None
     """The older name of max_completion_tokens."""
     max_completion_tokens: UInt32 | None = None
@@ -279,7 +303,7 @@ _IGNORED = (
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "prediction",
+    "prediction",  # Of a completion: only chats have it.
     "parallel_tool_calls",
 )
 # Fields that the gateway does not serve, with their values that ask for nothing. A model's own
@@ -350,7 +374,7 @@ def _served(
     kept = {}
     for name, value in body.items():
         neutral = None if name in model.model_fields else _NEUTRAL.get(path + name)
-        if not path and name in _IGNORED:
+        if not path and name in _IGNORED and name not in model.model_fields:
             continue
         if neutral is None:
             kept[name] = value

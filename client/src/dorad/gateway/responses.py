@@ -78,11 +78,19 @@ class PromptTokensDetails(Answer):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Answer):
+    accepted_prediction_tokens: int
+    """Guessed tokens that were right. They are among `completion_tokens`."""
+    rejected_prediction_tokens: int
+    """Guessed tokens that the server verified and that were wrong. They are not."""
+
+
 class Usage(Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class _Head(Answer):

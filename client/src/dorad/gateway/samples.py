@@ -41,6 +41,8 @@ class Tally:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     last: t.Usage | None = None
     """The server's usage of the sample that finished last."""
 
@@ -50,6 +52,10 @@ class Tally:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.accepted_draft_tokens,
+                "rejected_prediction_tokens": self.draft_tokens - self.accepted_draft_tokens,
+            },
         }
 
 
@@ -138,6 +144,8 @@ class _Prompt:
         self._options: t.GenerateOptions = {**work.options}
         if (request_id := work.options.get("request_id")) is not None:
             self._options["request_id"] = f"{request_id}-{number}"
+        if (drafts := work.options.get("drafts")) is not None:
+            self._options["drafts"] = drafts[self._first : self._first + work.n]
         self._assemblers = [
             Assembler(text, work.stops, skip_special_tokens=work.skip_special_tokens)
             for _ in range(work.n)
@@ -183,6 +191,8 @@ class _Prompt:
         finish = new.finish
         if finish is not None:
             tally.last = finish.usage
+            tally.draft_tokens += finish.usage.draft_tokens
+            tally.accepted_draft_tokens += finish.usage.accepted_draft_tokens
             if new.index == 0:
                 tally.cached_tokens += finish.usage.cached_prompt_tokens
             rest = assembler.end()
