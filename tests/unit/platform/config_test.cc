@@ -339,7 +339,7 @@ TEST(ConfigTest, TableCoversEveryMember) {
         key.field(config));
   }
   EXPECT_EQ(places.size(), ConfigKeys().size()) << "two rows share a member";
-  const size_t padding = sizeof(double) - 2 * sizeof(bool)       // before engine.watchdog_seconds
+  const size_t padding = sizeof(double) - 3 * sizeof(bool)       // before engine.watchdog_seconds
                          + sizeof(std::string*) - sizeof(bool)   // after memory.host_weights
                          + sizeof(std::string*) - sizeof(bool)   // after metrics.vllm_aliases
                          + sizeof(std::string*) - sizeof(bool)   // after security.allow_insecure
