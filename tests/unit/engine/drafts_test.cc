@@ -58,18 +58,23 @@ TEST_F(DraftsTest, AWrongAnswerCostsFewRows) {
   EXPECT_LT(drafts_.tokens, 40u);
 }
 
-// The fake model does not repeat itself. The prompt has the first tokens of the answer and what
-// follows them, whatever was before.
-TEST_F(DraftsTest, NgramsOfThePromptAreTried) {
+TEST_F(DraftsTest, TextsThatRepeatThemselvesTakeFewSteps) {
   Start(DefaultOptions(), 64);
-  GenerateInput input = Input(Prompt(40), 30);
-  for (int round = 0; round < 2; ++round) {
-    const std::vector<TokenId> answer = Expected(input, 0, 512).tokens;
-    std::copy(answer.begin(), answer.begin() + 6, input.prompt.begin() + 8);
-  }
-  // What the answer to this prompt begins with is no longer in it: a guess is wrong, at worst.
+  runner_->cycle = 9;
+  const uint64_t before = engine_->stats().steps;
+  GenerateInput input = Input({0, 1, 2}, 120);
+  input.n = 2;
   input.ngram_drafts = true;
-  StepsOf(std::move(input));
+  const Outcome outcome = Wait(*Submit(std::move(input)));
+  for (int i = 0; i < 2; ++i) {
+    const SampleText& sample = outcome.samples.at(i);
+    ASSERT_EQ(sample.tokens.size(), 120u);
+    for (size_t t = 0; t < 120; ++t) EXPECT_EQ(sample.tokens[t], static_cast<TokenId>((t + 3) % 9));
+    EXPECT_GT(sample.finish.usage.drafts.accepted, 60u);
+  }
+  ExpectEverythingBack();
+  EXPECT_LT(engine_->stats().steps - before, 60);
+  EXPECT_THAT(metrics_.Render(), HasSubstr("dorad_draft_tokens_total{source=\"answer\"} 0\n"));
 }
 
 TEST_F(DraftsTest, AnAnswerNeedsNoMoreThanTheContext) {

@@ -191,6 +191,8 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
   int pieces_of_image = 1;
   // This token's appearance in a row makes its logits non-finite.
   TokenId poison = -1;
+  // > 0: the token after t is t + 1 modulo this, so that texts repeat themselves.
+  TokenId cycle = 0;
 
  private:
   // A SampleWant that owns what it names.
@@ -338,7 +340,8 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
       DORAD_CHECK(sample.want.position == position + 1);
       const uint64_t hash = At(rows, position);
       TokenId token = FakeNext(hash, sample.want.sampling, sample.want.sample_index);
-      const TokenId last = rows.tokens.empty() ? -1 : rows.tokens[first + i];
+      const TokenId last = rows.tokens[first + i];
+      if (cycle > 0) token = (last + 1) % cycle;
       while (IsBanned(sample, last, token)) token = (token + 1) % kFakeVocab;
       const auto begin = rows.tokens.begin();
       const bool poisoned = std::count(begin, begin + first + i + 1, poison) > 0;
