@@ -292,17 +292,17 @@ def test_grpo_over_three_servers_one_of_which_dies_is_as_over_one(zoo, spec, tmp
             all_ready(fleet, 3)
             generate_many, calls = fleet.generate_many, []
 
-            def while_one_dies(requests):
+            def while_one_dies(requests, **options):
                 calls.append(len(requests))
                 if len(calls) != 2:
-                    return generate_many(requests)
+                    return generate_many(requests, **options)
                 dying = iter([servers[1].pid])
 
                 def kill(done, total):  # After the first prompt, in the midst of the others.
                     for pid in dying:
                         os.kill(pid, signal.SIGKILL)
 
-                return generate_many(requests, progress=kill)
+                return generate_many(requests, progress=kill, **options)
 
             monkeypatch.setattr(fleet, "generate_many", while_one_dies)
             many = grpo.run(fleet, spec["model"], steps=4, seed=3)
