@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
 #include "server/engine/drafter.h"
 #include "server/engine/model_runner.h"
@@ -69,7 +70,7 @@ struct Request {
 
   // The output that a chunk needs from the runner. Neither: the chunk only fills the KV cache.
   struct Want {
-    std::vector<SampleWant> samples;
+    absl::InlinedVector<SampleWant, 1> samples;
     std::optional<ScoreWant> score;
     // What `samples` name, one of each: moves with them.
     std::vector<std::vector<TokenId>> banned;
