@@ -95,15 +95,6 @@ def _in_flight_policy(policy: str | None) -> inference_pb2.InFlightPolicy.ValueT
     return _one_of(policy, known, "in_flight_policy")
 
 
-def _bad_words(words: Sequence[t.TokenIds] | None) -> list[inference_pb2.TokenSequence]:
-    if words is None:
-        return []
-    return [
-        inference_pb2.TokenSequence(token_ids=pack_ids(word, f"bad_words[{i}]"))
-        for i, word in enumerate(items(words, "bad_words", "lists of token ids"))
-    ]
-
-
 def sampling_params(request: t.GenerateRequest) -> inference_pb2.SamplingParams:
     return filled(
         inference_pb2.SamplingParams,
@@ -116,7 +107,9 @@ def sampling_params(request: t.GenerateRequest) -> inference_pb2.SamplingParams:
         frequency_penalty=request.frequency_penalty,
         repetition_penalty=request.repetition_penalty,
         allowed_token_ids=pack_allowed(request.allowed_token_ids),
-        bad_words=_bad_words(request.bad_words),
+        bad_words=token_sequences(
+            () if request.bad_words is None else request.bad_words, "bad_words"
+        ),
         **pack_biases(request.logit_bias),
     )
 
