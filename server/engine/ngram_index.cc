@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/hash/hash.h"
+#include "absl/types/span.h"
 
 namespace dorad::engine {
 namespace {
@@ -13,9 +14,8 @@ absl::Span<const TokenId> Before(const std::vector<TokenId>& text, int64_t end) 
 
 }  // namespace
 
-void NgramIndex::Add(absl::Span<const std::vector<TokenId>* const> texts, size_t text) {
-  added_.resize(texts.size());
-  const std::vector<TokenId>& tokens = *texts[text];
+void NgramIndex::Add(size_t text) {
+  const std::vector<TokenId>& tokens = *texts_[text];
   // What nothing follows yet comes with the next token.
   int64_t& end = added_[text];
   for (end = std::max(end, kTokens); end < static_cast<int64_t>(tokens.size()); ++end) {
@@ -24,14 +24,13 @@ void NgramIndex::Add(absl::Span<const std::vector<TokenId>* const> texts, size_t
   }
 }
 
-std::vector<TokenId> NgramIndex::Next(absl::Span<const std::vector<TokenId>* const> texts,
-                                      size_t text, int64_t most) const {
-  const auto size = static_cast<int64_t>(texts[text]->size());
+std::vector<TokenId> NgramIndex::Next(size_t text, int64_t most) const {
+  const auto size = static_cast<int64_t>(texts_[text]->size());
   if (size < kTokens) return {};
-  const absl::Span<const TokenId> last = Before(*texts[text], size);
+  const absl::Span<const TokenId> last = Before(*texts_[text], size);
   const auto found = places_.find(absl::HashOf(last));
   if (found == places_.end()) return {};
-  const std::vector<TokenId>& from = *texts[found->second.text];
+  const std::vector<TokenId>& from = *texts_[found->second.text];
   if (Before(from, found->second.end) != last) return {};
   const auto begin = from.begin() + found->second.end;
   const auto end = begin + std::min<int64_t>(most, from.end() - begin);

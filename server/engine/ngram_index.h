@@ -3,10 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
-#include "absl/types/span.h"
 #include "server/engine/types.h"
 
 namespace dorad::engine {
@@ -16,19 +16,22 @@ class NgramIndex {
   // Tokens that must be equal.
   static constexpr int64_t kTokens = 3;
 
-  // Adds the new tokens of a text, which has only grown since its last call. texts: those of all
-  // samples, prompt included.
-  void Add(absl::Span<const std::vector<TokenId>* const> texts, size_t text);
+  // texts: of all samples, prompt included; borrowed.
+  explicit NgramIndex(std::vector<const std::vector<TokenId>*> texts)
+      : texts_(std::move(texts)), added_(texts_.size()) {}
+
+  // Adds the new tokens of a text, which has only grown since its last call.
+  void Add(size_t text);
   // At most `most` tokens that followed the last tokens of the text at their latest other place;
   // empty: there is none. They hold no image's tokens.
-  std::vector<TokenId> Next(absl::Span<const std::vector<TokenId>* const> texts, size_t text,
-                            int64_t most) const;
+  std::vector<TokenId> Next(size_t text, int64_t most) const;
 
  private:
   struct Place {
     int32_t text = 0;
     int32_t end = 0;  // of the tokens
   };
+  const std::vector<const std::vector<TokenId>*> texts_;
   absl::flat_hash_map<uint64_t, Place> places_;  // by the tokens' hash
   std::vector<int64_t> added_;                   // tokens of each text
 };

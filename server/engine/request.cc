@@ -177,7 +177,11 @@ void Request::MakeSequences(const StopRules& rules, bool prefix_cache) {
       }
       samples_.push_back(std::move(sample));
     }
-    if (generate->ngram_drafts) ngrams_.emplace();
+    if (generate->ngram_drafts) {
+      std::vector<const std::vector<TokenId>*> texts;
+      for (const auto& sequence : sequences) texts.push_back(&sequence->tokens);
+      ngrams_.emplace(std::move(texts));
+    }
     if (generate->logprobs.prompt) {
       sequences.front()->to_score = prompt_tokens - 1;
       prompt_logprobs_ = FirstRow();

@@ -148,7 +148,6 @@ struct Request {
                         const adapter::LoadedAdapter* adapter, const PrefixNode& root,
                         bool use_prefix_cache);
   // As the caller gave it.
-  int64_t prompt_tokens() const { return sequences.front()->prompt_tokens; }  // of a generation
   const std::vector<TokenId>& PromptOf(const Sequence& sequence) const {
     return generate ? generate->prompt : score->sequences[sequence.index / score->leases.size()];
   }

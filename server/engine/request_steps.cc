@@ -35,17 +35,19 @@ Request::Want Request::WantOf(const Chunk& chunk) const {
   return want;
 }
 
+// A draft goes on from the last known token: all rows of its chunk are of generated tokens.
 void Request::AppendDraftWants(const Chunk& chunk, Want* to) const {
-  const std::vector<TokenId>& known = chunk.sequence->tokens;
-  std::vector<TokenId> text = known;
-  TokenUses uses = samples_[chunk.sequence->index].uses;
-  AppendSampleWant(chunk, uses, absl::MakeConstSpan(text).subspan(prompt_tokens()), to);
+  const Sequence& sequence = *chunk.sequence;
+  std::vector<TokenId> generated(sequence.tokens.begin() + sequence.prompt_tokens,
+                                 sequence.tokens.end());
+  TokenUses uses = samples_[sequence.index].uses;
+  AppendSampleWant(chunk, uses, generated, to);
   for (const TokenId token : chunk.draft) {
-    text.push_back(token);
+    generated.push_back(token);
     if (generate->logits.has_penalties()) uses.AddGenerated(token);
-    AppendSampleWant(chunk, uses, absl::MakeConstSpan(text).subspan(prompt_tokens()), to);
+    AppendSampleWant(chunk, uses, generated, to);
   }
-  to->tokens.assign(text.begin() + chunk.position, text.end());
+  to->tokens.assign(generated.end() - chunk.count, generated.end());
 }
 
 void Request::AppendSampleWant(const Chunk& chunk, const TokenUses& uses,
@@ -207,12 +209,10 @@ void Request::Draft(const Chunk& chunk, int64_t tokens, const StepEnd& step) {
   sequence.draft.assign(answer.begin(), answer.end());
   sample.is_ngram = false;
   if (!ngrams_) return;
-  std::vector<const std::vector<TokenId>*> texts;
-  for (const auto& sibling : sequences) texts.push_back(&sibling->tokens);
-  ngrams_->Add(texts, static_cast<size_t>(sequence.index));
+  ngrams_->Add(static_cast<size_t>(sequence.index));
   const int64_t of_ngrams = sample.ngram_pace.Next(tokens, step.row_share);
   if (!sequence.draft.empty() || of_ngrams == 0) return;
-  sequence.draft = ngrams_->Next(texts, static_cast<size_t>(sequence.index), of_ngrams);
+  sequence.draft = ngrams_->Next(static_cast<size_t>(sequence.index), of_ngrams);
   sample.is_ngram = !sequence.draft.empty();
 }
 

@@ -94,23 +94,21 @@ TEST(StepCostTest, LearnsWhatARowAdds) {
 
 TEST(NgramIndexTest, GoesOnAsTheLatestOtherPlaceDid) {
   std::vector<TokenId> text = {1, 2, 3, 4, 5, 6, 1, 2, 3, 7, 8};
-  const std::vector<TokenId>* const texts[] = {&text};
-  NgramIndex index;
-  index.Add(texts, 0);
-  EXPECT_THAT(index.Next(texts, 0, 4), ElementsAre()) << "nothing is like its end";
+  NgramIndex index({&text});
+  index.Add(0);
+  EXPECT_THAT(index.Next(0, 4), ElementsAre()) << "nothing is like its end";
   text.insert(text.end(), {1, 2, 3});
-  index.Add(texts, 0);
-  EXPECT_THAT(index.Next(texts, 0, 4), ElementsAre(7, 8, 1, 2));
+  index.Add(0);
+  EXPECT_THAT(index.Next(0, 4), ElementsAre(7, 8, 1, 2));
 }
 
 TEST(NgramIndexTest, ReadsSiblingsTextsAndNoImages) {
   std::vector<TokenId> first = {1, 2, 3, 4, 5, -7, -7, 6};
   std::vector<TokenId> second = {9, 9, 1, 2, 3};
-  const std::vector<TokenId>* const texts[] = {&first, &second};
-  NgramIndex index;
-  index.Add(texts, 0);
-  index.Add(texts, 1);
-  EXPECT_THAT(index.Next(texts, 1, 8), ElementsAre(4, 5));
+  NgramIndex index({&first, &second});
+  index.Add(0);
+  index.Add(1);
+  EXPECT_THAT(index.Next(1, 8), ElementsAre(4, 5));
 }
 
 }  // namespace
