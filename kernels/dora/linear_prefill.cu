@@ -31,6 +31,12 @@ bool Valid(const DoraLinearShape& shape, int rows, int max_rank) {
   return OutFeatures(shape) % 8 == 0;
 }
 
+size_t HBytes(const DoraLinearShape& shape, int rows, int max_rank) {
+  const size_t bytes = size_t{1} * shape.parts * rows * RankRoom(max_rank) * sizeof(__nv_bfloat16);
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+constexpr size_t kSharesBytes = kPrefillSlicedPanels * kLinearSlices * kPrefillShareBytes;
+
 struct Maps {
   CUtensorMap w;
   CUtensorMap x;
@@ -70,17 +76,18 @@ cudaError_t Launch(PrefillArgs args, cudaStream_t stream) {
 // Estimated time for all tiles with panels of `columns` rows of W. Narrow ones load shared memory
 // more for each product.
 int64_t Cost(const PrefillArgs& args, int columns, int clusters) {
-  constexpr int kEachPanel = 24;
   const int64_t tiles = int64_t{args.bands} * CeilDiv(OutFeatures(args.p.shape), columns);
-  return (tiles + clusters - 1) / clusters * (columns + kEachPanel);
+  return (tiles + clusters - 1) / clusters * (columns + kPrefillStageCost);
 }
 
 }  // namespace
 
 size_t DoraLinearPrefillWorkspaceBytes(const DoraLinearShape& shape, int rows, int max_rank) {
   if (!Valid(shape, rows, max_rank)) return 0;
-  return kDoraLinearSignalBytes +
-         size_t{1} * shape.parts * rows * RankRoom(max_rank) * sizeof(__nv_bfloat16);
+  if (max_rank == 0) return kDoraLinearSignalBytes;
+  const int sliced_rows = std::min(rows, kPrefillSlicedBands * kPrefillBandRows);
+  return kDoraLinearSignalBytes + std::max(HBytes(shape, rows, max_rank),
+                                           HBytes(shape, sliced_rows, max_rank) + kSharesBytes);
 }
 
 cudaError_t DoraLinearPrefill(const DoraLinearPrefillParams& params, cudaStream_t stream) {
@@ -106,8 +113,11 @@ cudaError_t DoraLinearPrefill(const DoraLinearPrefillParams& params, cudaStream_
   args.group = std::min(args.bands, 8);
   args.ldh = RankRoom(params.max_rank);
   args.counters = static_cast<PrefillCounters*>(params.workspace);
-  args.h = reinterpret_cast<__nv_bfloat16*>(static_cast<uint8_t*>(params.workspace) +
-                                            kDoraLinearSignalBytes);
+  auto* h = static_cast<uint8_t*>(params.workspace) + kDoraLinearSignalBytes;
+  args.h = reinterpret_cast<__nv_bfloat16*>(h);
+  if (params.max_rank > 0 && args.bands <= kPrefillSlicedBands) {
+    args.shares = reinterpret_cast<float*>(h + HBytes(shape, params.rows, params.max_rank));
+  }
   const int clusters = processors / 2;
   const int64_t costs[] = {Cost(args, 192, clusters), Cost(args, 176, clusters),
                            Cost(args, 128, clusters), Cost(args, 256, clusters)};

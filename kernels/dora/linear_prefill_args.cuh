@@ -15,11 +15,22 @@ namespace dorad::kernels {
 inline constexpr int kPrefillTileRows = 128;  // of the batch, of a block
 inline constexpr int kPrefillBandRows = 2 * kPrefillTileRows;
 inline constexpr int kPrefillThreads = 384;
+// Costs in columns of one stage: a stage's other work, and a meeting of all blocks (some 4 us).
+inline constexpr int kPrefillStageCost = 24;
+inline constexpr int kPrefillMeetingCost = 1700;
+
+// The shrink in slices of K, for batches of few tiles.
+inline constexpr int kPrefillShrinkRows = 96;    // of A in a panel
+inline constexpr int kPrefillSlicedPanels = 32;  // the most panels of a batch that is sliced
+inline constexpr int kPrefillSlicedBands = 8;    // and its most bands
+// Of one panel's sums over a slice, for a band.
+inline constexpr size_t kPrefillShareBytes = sizeof(float) * kPrefillBandRows * kPrefillShrinkRows;
 
 // Waiting counters at the head of the workspace; zero between launches.
 struct PrefillCounters {
-  uint32_t shrunk;  // blocks done with their panels of the shrink
-  uint32_t left;    // blocks that need the one above no longer
+  uint32_t shares;  // blocks done with their slices of the shrink
+  uint32_t shrunk;  // blocks done with their part of h
+  uint32_t left;    // blocks that need the ones above no longer
 };
 static_assert(sizeof(PrefillCounters) <= kDoraLinearSignalBytes);
 
@@ -31,14 +42,16 @@ struct PrefillArgs {
   int32_t panels;
   int32_t group;  // bands whose tiles are walked together
   int32_t ldh;    // max_rank, rounded up to kLinearStageK
+  int32_t meeting_cost = kPrefillMeetingCost;
   PrefillCounters* counters;
   __nv_bfloat16* h;  // [rows, parts, ldh]
+  float* shares;     // kPrefillShareBytes for each panel and slice; nullptr: no slices
 };
 
 // kN: rows of W in a panel.
 template <int kN>
 struct PrefillConfig {
-  static constexpr int kShrinkN = 96;  // rows of A in a panel
+  static constexpr int kShrinkN = kPrefillShrinkRows;
   static constexpr int kConsumerWarps = 8;
   static constexpr int kBoxBytes = kLinearBoxRows * 2 * kLinearStageK;
   static constexpr int kBatchBytes = kPrefillTileRows * 2 * kLinearStageK;
@@ -77,7 +90,7 @@ struct PrefillTables {
   int32_t slot[kPrefillMaxSegments];
   int32_t begin[kPrefillMaxSegments + 1];                  // the last one in use: rows
   int16_t rank[kDoraLinearMaxParts][kPrefillMaxSegments];  // rounded up to kLinearStageK
-  int32_t adapted;                                         // whether any rank is not 0
+  uint32_t panels;  // of the shrink, of all bands; 0: no rank
 };
 
 // Where a part's factors are in the table.
@@ -94,20 +107,46 @@ __device__ inline const CUtensorMap* MapsOf(const PrefillArgs& args, int slot, i
   return args.p.maps + 2 * FactorsAt(args, slot, part);
 }
 
-// Whole block. `tables.adapted` is 0 and visible on entry.
+// Whole block. `tables.panels` is 0 and visible on entry.
 __device__ inline void FillTables(const PrefillArgs& args, PrefillTables& tables) {
   for (int i = threadIdx.x; i < args.p.num_segments; i += kPrefillThreads) {
     const RowSegment segment = args.p.segments[i];
     tables.slot[i] = segment.slot;
     tables.begin[i] = segment.begin;
+    const int bands = (segment.end - 1) / kPrefillBandRows - segment.begin / kPrefillBandRows + 1;
     for (int part = 0; part < args.p.shape.parts; ++part) {
       const int rank = segment.slot < 0 ? 0 : FactorsOf(args, segment.slot, part)->rank;
       tables.rank[part][i] =
           static_cast<int16_t>((rank + kLinearStageK - 1) / kLinearStageK * kLinearStageK);
-      if (rank != 0) tables.adapted = 1;
+      const int panels =
+          (tables.rank[part][i] + kPrefillShrinkRows - 1) / kPrefillShrinkRows * bands;
+      if (panels > 0) atomicAdd(&tables.panels, static_cast<uint32_t>(panels));
     }
   }
   if (threadIdx.x == 0) tables.begin[args.p.num_segments] = args.p.rows;
+}
+
+// Slices of K that clusters of their own shrink, or 1. With few panels of A most clusters would
+// wait for those that have one. The order of the sums is the same. tile_columns: rows of W.
+__device__ inline int ShrinkSlices(const PrefillArgs& args, int panels, int clusters,
+                                   int tile_columns) {
+  const auto ceil = [](int a, int b) { return (a + b - 1) / b; };
+  const int slices = ceil(args.plan.chunks, args.plan.a_chunks);
+  if (args.shares == nullptr || panels == 0 || panels > kPrefillSlicedPanels) return 1;
+  const int column = kPrefillShrinkRows + kPrefillStageCost;
+  const int panel = args.plan.chunks * column;
+  const int tile = args.plan.chunks * (tile_columns + kPrefillStageCost);
+  const int tiles = args.bands * args.panels;
+  // Of the first cluster, and of the first one that has a panel less.
+  const int most = ceil(panels, clusters);
+  const int least = panels / clusters;
+  const int first = most * panel + (ceil(panels + tiles, clusters) - most) * tile;
+  const int other =
+      least * panel + (ceil(panels + tiles - panels % clusters, clusters) - least) * tile;
+  const int whole = first > other ? first : other;
+  const int sliced = ceil(panels * slices, clusters) * args.plan.a_chunks * column +
+                     args.meeting_cost + ceil(tiles, clusters) * tile;
+  return sliced < whole ? slices : 1;
 }
 
 }  // namespace dorad::kernels

@@ -46,7 +46,9 @@ class PrefillBlock {
         empty_(SharedAddress(shared.empty)),
         sums_(dynamic + TileRing::kStages * TileRing::kStageBytes),
         parked_(SharedAddress(shared.parked)),
-        stored_(SharedAddress(shared.stored)) {}
+        stored_(SharedAddress(shared.stored)),
+        slices_(ShrinkSlices(args, static_cast<int>(shared.tables.panels),
+                             static_cast<int>(gridDim.x) / 2, kN)) {}
 
   // One thread, before the cluster starts.
   __device__ static void InitBarriers(Shared& shared) {
@@ -73,20 +75,34 @@ class PrefillBlock {
   // Consumers: whole warpgroups.
   __device__ void Consume() {
     WaitForPrevious();
-    const int first_tile = ForEachShrink([&](int band, int segment, int part, int panel) {
+    const int first_tile = ForEachShrink([&](const Panel& panel, int slice) {
       float d[Config::kShrinkN / 2];
       float sum[Config::kShrinkN / 2] = {};
+      const int end = ShrinkEnd(slice);
 #pragma unroll 1
-      for (int chunk = 0; chunk < args_.plan.chunks; chunk += args_.plan.a_chunks) {
-        Multiply<ShrinkRing, Config::kShrinkN>(
-            d, min(args_.plan.a_chunks, args_.plan.chunks - chunk), true, [] {});
+      for (int chunk = ShrinkBegin(slice); chunk < end; chunk += args_.plan.a_chunks) {
+        Multiply<ShrinkRing, Config::kShrinkN>(d, min(args_.plan.a_chunks, end - chunk), true,
+                                               [] {});
         Drain<ShrinkRing>();
 #pragma unroll
         for (int i = 0; i < Config::kShrinkN / 2; ++i) sum[i] += d[i];
       }
-      StoreShrunk(sum, FirstRow(band), segment, part, panel * Config::kShrinkN);
+      if (slices_ > 1) {
+        StoreShare(sum, panel.index, slice);
+      } else {
+        StoreShrunk(sum, FirstRow(panel.band) + LaneRow(), panel, 0);
+      }
     });
-    if (tables_.adapted) {
+    if (tables_.panels > 0) {
+      if (slices_ > 1) {
+        NamedBarrier(1, 32 * Config::kConsumerWarps);
+        if (threadIdx.x == 0) {
+          SignalRelease(&args_.counters->shares);
+          SpinUntil(&args_.counters->shares, gridDim.x);
+        }
+        NamedBarrier(1, 32 * Config::kConsumerWarps);
+        AddShares();
+      }
       // The copy engine will read h. A barrier and a release order the writes of all.
       FenceProxyAsyncGlobal();
       NamedBarrier(1, 32 * Config::kConsumerWarps);
@@ -100,7 +116,7 @@ class PrefillBlock {
   // Whole warps, one for each warpgroup of consumers.
   __device__ void Store(int group) {
     WaitForPrevious();
-    const int first_tile = ForEachShrink([](int, int, int, int) {});
+    const int first_tile = ForEachShrink([](const Panel&, int) {});
     ForEachTile(first_tile, [&](int band, int panel) {
       const int row = FirstRow(band) + 64 * group;
       StoreHalf(group, row, panel * kN + kN / 2);
@@ -199,14 +215,22 @@ class PrefillBlock {
 
   // The walks below are the same in every role and in both blocks of a cluster.
 
-  // f(band, segment, part, panel of A). Returns the cluster's first tile of y: tiles are dealt
-  // on where the panels end.
+  // A panel of the shrink: rows of A for a segment's rows of a band.
+  struct Panel {
+    int index;  // of all
+    int band;
+    int segment;
+    int part;
+    int column;  // the first one of h
+  };
+
+  // f(panel, piece) for each panel in `pieces`, dealt out: the next-th, and every step-th on.
+  // Returns what `next` has become beyond the last one.
   template <typename F>
-  __device__ int ForEachShrink(F f) const {
-    const int clusters = gridDim.x / 2;
-    int next = blockIdx.x / 2;
-    if (!tables_.adapted) return next;
+  __device__ int ForEachPiece(int next, int step, int pieces, F f) const {
+    if (tables_.panels == 0) return next;
     int base = 0;
+    int panels = 0;  // before
     int first = 0;
 #pragma unroll 1
     for (int band = 0; band < args_.bands; ++band) {
@@ -218,13 +242,33 @@ class PrefillBlock {
            ++segment) {
 #pragma unroll 1
         for (int part = 0; part < args_.p.shape.parts; ++part) {
-          base += CeilDivide(tables_.rank[part][segment], Config::kShrinkN);
+          const int count = CeilDivide(tables_.rank[part][segment], Config::kShrinkN);
+          base += count * pieces;
 #pragma unroll 1
-          for (; next < base; next += clusters) f(band, segment, part, base - 1 - next);
+          for (; next < base; next += step) {
+            const int from_end = base - 1 - next;
+            const int panel = from_end / pieces;
+            f(Panel{panels + panel, band, segment, part, panel * Config::kShrinkN},
+              from_end - panel * pieces);
+          }
+          panels += count;
         }
       }
     }
     return next - base;
+  }
+
+  // f(panel, slice of K). Returns the cluster's first tile of y: tiles are dealt on where the
+  // panels end.
+  template <typename F>
+  __device__ int ForEachShrink(F f) const {
+    return ForEachPiece(blockIdx.x / 2, gridDim.x / 2, slices_, f);
+  }
+
+  // The chunks of a slice.
+  __device__ int ShrinkBegin(int slice) const { return slice * args_.plan.a_chunks; }
+  __device__ int ShrinkEnd(int slice) const {
+    return slices_ == 1 ? args_.plan.chunks : min(ShrinkBegin(slice + 1), args_.plan.chunks);
   }
 
   // f(band, panel of W)
@@ -244,7 +288,7 @@ class PrefillBlock {
   // f(segment, part, first chunk, end) of columns of B that the split's sum goes on over.
   template <typename F>
   __device__ void ForEachRankRange(int band, int panel, int split, F f) const {
-    if (!tables_.adapted) return;
+    if (tables_.panels == 0) return;
     const int row = band * kPrefillBandRows;
     const int w_row = panel * kN;
 #pragma unroll 1
@@ -413,10 +457,26 @@ class PrefillBlock {
     }
   }
 
-  // h = s · sum for the segment's rows. Few wide stores: many narrow ones stand in the way of all
-  // that the multiprocessor's other warps ask of memory.
-  __device__ void StoreShrunk(const float (&sum)[Config::kShrinkN / 2], int row0, int segment,
-                              int part, int column0) const;
+  // h = s · sum for the segment's rows, from `first` columns into the panel on. row: of the first
+  // of the lane's two (the other is 8 on). Few wide stores: many narrow ones stand in the way of
+  // all that the multiprocessor's other warps ask of memory.
+  template <int kSums>
+  __device__ void StoreShrunk(const float (&sum)[kSums], int row, const Panel& panel,
+                              int first) const;
+
+  // Where a thread's sums over a slice are, four at a time, for the block of that rank.
+  __device__ float4* ShareOf(int panel, int slice, int block, int four, int thread) const {
+    constexpr int kFours = Config::kShrinkN / 8;
+    constexpr int kThreads = 32 * Config::kConsumerWarps;
+    return reinterpret_cast<float4*>(args_.shares) +
+           (((panel * slices_ + slice) * 2 + block) * kFours + four) * kThreads + thread;
+  }
+
+  // Consumers: the sums over a slice.
+  __device__ void StoreShare(const float (&sum)[Config::kShrinkN / 2], int panel, int slice) const;
+
+  // Consumers: adds up some of h, in the order of K. All shares are there.
+  __device__ void AddShares() const;
 
   __device__ static uint32_t Pack(float first, float second) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
@@ -463,6 +523,7 @@ class PrefillBlock {
   const uint32_t sums_;
   const uint32_t parked_;
   const uint32_t stored_;
+  const int slices_;  // of the shrink
   // The next stage, and the parity of its phase.
   int stage_ = 0;
   uint32_t parity_ = 0;

@@ -8,7 +8,8 @@
 //   tiles of y:           for each of the plan's pieces of K: (x, W), then its share of
 //                         (h masked to a segment's rows, B of its slot), into the same accumulators
 // All clusters shrink first, then walk their tiles. The shrink has a ring of its own in the same
-// memory: its stages are smaller, and more of them have to be on their way.
+// memory: its stages are smaller, and more of them have to be on their way. Where its panels are
+// too few for all clusters, each takes a slice of K; then all meet, and add the slices up.
 //
 // What consumers do between two products is time without any: so sums of pieces are added, and wait
 // to be stored, in places of their own, half of a tile's in registers and half in shared memory,
@@ -49,7 +50,7 @@ __device__ void RunPrefill(const CUtensorMap* w_map, const CUtensorMap* x_map,
     PrefetchTensorMap(x_map);
     PrefetchTensorMap(h_map);
     Block::InitBarriers(shared);
-    shared.tables.adapted = 0;
+    shared.tables.panels = 0;
   }
   __syncthreads();
   FillTables(args, shared.tables);

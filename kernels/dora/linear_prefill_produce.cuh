@@ -17,15 +17,15 @@ namespace dorad::kernels {
 template <int kN>
 __device__ void PrefillBlock<kN>::ProduceWeights(const CUtensorMap* w_map) {
   constexpr int kHalf = kN / 2;
-  const int first_tile = ForEachShrink([&](int, int segment, int part, int panel) {
-    const CUtensorMap* map = Acquired(segment, part, 0);
-    const int row = panel * Config::kShrinkN;
+  const int first_tile = ForEachShrink([&](const Panel& panel, int slice) {
+    const CUtensorMap* map = Acquired(panel.segment, panel.part, 0);
     // Rows beyond the last box keep old contents: nobody reads their sums.
-    const int boxes =
-        min(ShrinkRing::kBoxes, CeilDivide(tables_.rank[part][segment] - row, kLinearBoxRows));
+    const int rows = tables_.rank[panel.part][panel.segment] - panel.column;
+    const int boxes = min(ShrinkRing::kBoxes, CeilDivide(rows, kLinearBoxRows));
+    const int end = ShrinkEnd(slice);
 #pragma unroll 1
-    for (int chunk = 0; chunk < args_.plan.chunks; ++chunk) {
-      ProduceBoxes<ShrinkRing>(map, chunk, row, boxes);
+    for (int chunk = ShrinkBegin(slice); chunk < end; ++chunk) {
+      ProduceBoxes<ShrinkRing>(map, chunk, panel.column, boxes);
     }
   });
   LeaveShrink();
@@ -59,10 +59,11 @@ template <int kN>
 __device__ void PrefillBlock<kN>::ProduceBatch(const CUtensorMap* x_map, const CUtensorMap* h_map,
                                                const CUtensorMap* h_row_map) {
   WaitForPrevious();
-  const int first_tile = ForEachShrink([&](int band, int, int, int) {
+  const int first_tile = ForEachShrink([&](const Panel& panel, int slice) {
+    const int end = ShrinkEnd(slice);
 #pragma unroll 1
-    for (int chunk = 0; chunk < args_.plan.chunks; ++chunk) {
-      ProduceBox<ShrinkRing>(x_map, chunk * kLinearStageK, FirstRow(band));
+    for (int chunk = ShrinkBegin(slice); chunk < end; ++chunk) {
+      ProduceBox<ShrinkRing>(x_map, chunk * kLinearStageK, FirstRow(panel.band));
     }
   });
   LeaveShrink();
@@ -93,12 +94,11 @@ __device__ void PrefillBlock<kN>::ProduceBatch(const CUtensorMap* x_map, const C
       });
     }
   });
-  if (!tables_.adapted) return;
+  if (tables_.panels == 0) return;
   if (!h_ready) WaitForH();
   // The last block to come here leaves the counters as it found them.
   if (Lane() == 0 && atomicAdd(&args_.counters->left, 1) == gridDim.x - 1) {
-    args_.counters->shrunk = 0;
-    args_.counters->left = 0;
+    *args_.counters = PrefillCounters();
   }
 }
 

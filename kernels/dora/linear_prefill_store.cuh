@@ -14,18 +14,19 @@
 namespace dorad::kernels {
 
 template <int kN>
-__device__ void PrefillBlock<kN>::StoreShrunk(const float (&sum)[Config::kShrinkN / 2], int row0,
-                                              int segment, int part, int column0) const {
-  const int rank = tables_.rank[part][segment];
-  const float scale = FactorsOf(args_, tables_.slot[segment], part)->scale;
+template <int kSums>
+__device__ void PrefillBlock<kN>::StoreShrunk(const float (&sum)[kSums], int row,
+                                              const Panel& panel, int first) const {
+  const int segment = panel.segment;
+  const int rank = tables_.rank[panel.part][segment];
+  const float scale = FactorsOf(args_, tables_.slot[segment], panel.part)->scale;
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    const int row = row0 + LaneRow() + 8 * j;
+  for (int j = 0; j < 2; ++j, row += 8) {
     const bool mine = row >= tables_.begin[segment] && row < tables_.begin[segment + 1];
     __nv_bfloat16* line =
-        args_.h + (static_cast<int64_t>(row) * args_.p.shape.parts + part) * args_.ldh;
+        args_.h + (static_cast<int64_t>(row) * args_.p.shape.parts + panel.part) * args_.ldh;
 #pragma unroll
-    for (int i = 0; i < Config::kShrinkN / 32; ++i) {
+    for (int i = 0; i < kSums / 16; ++i) {
       uint32_t pairs[4];  // columns 2 (lane % 4).. of 4 blocks of 8
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
@@ -33,11 +34,61 @@ __device__ void PrefillBlock<kN>::StoreShrunk(const float (&sum)[Config::kShrink
         pairs[k] = Pack(scale * sum[at], scale * sum[at + 1]);
       }
       TransposeInFours(pairs);
-      const int column = column0 + 8 * (4 * i + Lane() % 4);
+      const int column = panel.column + first + 8 * (4 * i + Lane() % 4);
       if (!mine || column >= rank) continue;
       *reinterpret_cast<uint4*>(line + column) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
   }
+}
+
+template <int kN>
+__device__ void PrefillBlock<kN>::StoreShare(const float (&sum)[Config::kShrinkN / 2], int panel,
+                                             int slice) const {
+#pragma unroll
+  for (int i = 0; i < Config::kShrinkN / 8; ++i) {
+    *ShareOf(panel, slice, BlockRank(), i, threadIdx.x) =
+        make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
+  }
+}
+
+template <int kN>
+__device__ void PrefillBlock<kN>::AddShares() const {
+  constexpr int kColumns = 32;  // that a warpgroup adds at once, of 64 rows
+  constexpr int kThirds = Config::kShrinkN / kColumns;
+  constexpr int kAtOnce = 4;  // slices
+  const int thread = threadIdx.x % 128;
+  const int group = static_cast<int>(blockIdx.x * 2 + threadIdx.x / 128);
+  ForEachPiece(group, 2 * gridDim.x, 4 * kThirds, [&](const Panel& panel, int piece) {
+    const int third = piece % kThirds;
+    const int rows = piece / kThirds;  // which 64 of the band
+    float sum[kColumns / 2] = {};
+#pragma unroll 1
+    for (int slice = 0; slice < slices_; slice += kAtOnce) {
+      float4 shares[kAtOnce][kColumns / 8];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+        for (int j = 0; j < kColumns / 8; ++j) {
+          shares[i][j] = slice + i < slices_
+                             ? __ldcg(ShareOf(panel.index, slice + i, rows / 2,
+                                              third * (kColumns / 8) + j, rows % 2 * 128 + thread))
+                             : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+        for (int j = 0; j < kColumns / 8; ++j) {
+          sum[4 * j] += shares[i][j].x;
+          sum[4 * j + 1] += shares[i][j].y;
+          sum[4 * j + 2] += shares[i][j].z;
+          sum[4 * j + 3] += shares[i][j].w;
+        }
+      }
+    }
+    StoreShrunk(sum, panel.band * kPrefillBandRows + rows * 64 + thread / 32 * 16 + Lane() / 4,
+                panel, third * kColumns);
+  });
 }
 
 template <int kN>

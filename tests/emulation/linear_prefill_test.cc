@@ -54,8 +54,9 @@ class Layer : public RandomLayer {
     args_.counters = &counters_;
   }
 
+  // sliced: each cluster shrinks a slice of K; else whole panels.
   template <int kN>
-  std::vector<float> Run(bool y_fp32) {
+  std::vector<float> Run(bool y_fp32, bool sliced) {
     using Shared = typename PrefillBlock<kN>::Shared;
     constexpr uint32_t kDynamic = PrefillConfig<kN>::kStaticBytes;
     std::vector<float> y(size_t{1} * rows_ * out_, NAN);
@@ -64,6 +65,10 @@ class Layer : public RandomLayer {
     std::vector<Bf16> h(size_t{1} * rows_ * columns, __float2bfloat16(NAN));
     args_.panels = CeilDiv(out_, kN);
     args_.h = h.data();
+    std::vector<float> shares(
+        kPrefillSlicedPanels * kLinearSlices * kPrefillShareBytes / sizeof(float), NAN);
+    args_.shares = sliced ? shares.data() : nullptr;
+    args_.meeting_cost = -100000;  // always worth it
     args_.p.y_fp32 = y_fp32;
     args_.p.y = y_fp32 ? static_cast<void*>(y.data()) : static_cast<void*>(rounded.data());
     const int in = case_.shape.in;
@@ -80,7 +85,7 @@ class Layer : public RandomLayer {
           RunPrefill<kN>(&w_map, &x_map, &h_map, &h_row_map, args_, shared, kDynamic);
         });
     Emulator::Get().Run({&grid});
-    EXPECT_EQ(counters_.shrunk | counters_.left, 0u);
+    EXPECT_EQ(counters_.shares | counters_.shrunk | counters_.left, 0u);
     if (!y_fp32) std::transform(rounded.begin(), rounded.end(), y.begin(), __bfloat162float);
     return y;
   }
@@ -168,9 +173,9 @@ class EmulatedLinearPrefillTest : public ::testing::TestWithParam<Case> {
 TEST_P(EmulatedLinearPrefillTest, SumsAreThoseOfThePlan) {
   Layer layer(GetParam(), &emulator_.random());
   std::vector<float> y;
-  ASSERT_NO_THROW(y = layer.Run<256>(/*y_fp32=*/true));
+  ASSERT_NO_THROW(y = layer.Run<256>(/*y_fp32=*/true, /*sliced=*/false));
   ExpectTheSameBits(layer, y, /*y_fp32=*/true);
-  ASSERT_NO_THROW(y = layer.Run<176>(/*y_fp32=*/false));
+  ASSERT_NO_THROW(y = layer.Run<176>(/*y_fp32=*/false, /*sliced=*/true));
   ExpectTheSameBits(layer, y, /*y_fp32=*/false);
 }
 
