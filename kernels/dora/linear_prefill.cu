@@ -41,7 +41,6 @@ struct Maps {
   CUtensorMap w;
   CUtensorMap x;
   CUtensorMap h = {};
-  CUtensorMap h_row = {};
 };
 
 template <int kN>
@@ -58,7 +57,6 @@ cudaError_t Launch(PrefillArgs args, cudaStream_t stream) {
     const int columns = p.shape.parts * args.ldh;
     DORAD_CUDA_RETURN_IF_ERROR(
         EncodeMatrix(args.h, p.rows, columns, columns, kPrefillTileRows, &maps.h));
-    DORAD_CUDA_RETURN_IF_ERROR(EncodeMatrix(args.h, p.rows, columns, columns, 1, &maps.h_row));
   }
   // Blocks wait for each other, so a launch may have only as many as run at once.
   static std::atomic<int> known = 0;
@@ -69,8 +67,7 @@ cudaError_t Launch(PrefillArgs args, cudaStream_t stream) {
     known = clusters;
   }
   return LaunchEarlyInClusters(PrefillKernel<kN>, kCluster, kCluster * clusters, kPrefillThreads,
-                               Config::kDynamicBytes, stream, maps.w, maps.x, maps.h, maps.h_row,
-                               args);
+                               Config::kDynamicBytes, stream, maps.w, maps.x, maps.h, args);
 }
 
 // Estimated time for all tiles with panels of `columns` rows of W. Narrow ones load shared memory

@@ -69,8 +69,7 @@ class PrefillBlock {
   __device__ void ProduceWeights(const CUtensorMap* w_map);
 
   // One warp.
-  __device__ void ProduceBatch(const CUtensorMap* x_map, const CUtensorMap* h_map,
-                               const CUtensorMap* h_row_map);
+  __device__ void ProduceBatch(const CUtensorMap* x_map, const CUtensorMap* h_map);
 
   // Consumers: whole warpgroups.
   __device__ void Consume() {
@@ -81,8 +80,8 @@ class PrefillBlock {
       const int end = ShrinkEnd(slice);
 #pragma unroll 1
       for (int chunk = ShrinkBegin(slice); chunk < end; chunk += args_.plan.a_chunks) {
-        Multiply<ShrinkRing, Config::kShrinkN>(d, min(args_.plan.a_chunks, end - chunk), true,
-                                               [] {});
+        Multiply<ShrinkRing, Config::kShrinkN>(
+            d, min(args_.plan.a_chunks, end - chunk), true, [] {}, [] {});
         Drain<ShrinkRing>();
 #pragma unroll
         for (int i = 0; i < Config::kShrinkN / 2; ++i) sum[i] += d[i];
@@ -142,9 +141,11 @@ class PrefillBlock {
 #pragma unroll 1
       for (int split = 0; split < args_.plan.splits; ++split) {
         const int stages = FirstChunk(split + 1) - FirstChunk(split);
-        Multiply<TileRing, kN>(d, stages, true, [&] {
-          if (keeps && IsStored()) park_kept();
-        });
+        Multiply<TileRing, kN>(
+            d, stages, true, [] {},
+            [&] {
+              if (keeps && IsStored()) park_kept();
+            });
         MultiplyRanks(d, band, panel, split);
         Drain<TileRing>();
         if (split > 0) {
@@ -167,19 +168,43 @@ class PrefillBlock {
     }
   }
 
-  // Goes on over the split's share of the ranks.
+  // Goes on over the split's share of the ranks. Of a stage of h, rows of other segments are zeroed
+  // here: fetched one by one, the segment's own would take longer than their products.
   __device__ void MultiplyRanks(float (&d)[kN / 2], int band, int panel, int split) {
+    const int row = FirstRow(band) + 64 * WarpGroup();
     ForEachRankRange(band, panel, split, [&](int segment, int, int first, int end) {
-      if (HasRows(band, segment)) {
-        Multiply<TileRing, kN>(d, end - first, false, [] {});
-      } else {
+      const int begin = tables_.begin[segment] - row;
+      const int rows = tables_.begin[segment + 1] - row;  // up to the segment's end
+      if (begin >= 64 || rows <= 0) {
         Skip<TileRing>(end - first);
+        return;
       }
+      const bool whole = begin <= 0 && rows >= min(64, args_.p.rows - row);
+      Multiply<TileRing, kN>(
+          d, end - first, false,
+          [&] {
+            if (!whole) ZeroOthers(begin, rows);
+          },
+          [] {});
     });
+  }
+
+  // Of the stage's rows of this warpgroup, those outside of [begin, end).
+  __device__ void ZeroOthers(int begin, int end) const {
+    const int row = threadIdx.x % 128 / 2;  // two threads for each
+    if (row < begin || row >= end) {
+      const uint32_t half = Batch<TileRing>() + row * 2 * kLinearStageK + threadIdx.x % 2 * 64;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) StoreShared(half + 16 * i, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+    }
+    FenceProxyAsync();  // the tensor cores will read them
+    NamedBarrier(2 + WarpGroup(), 128);
   }
 
   __device__ static int CeilDivide(int a, int b) { return (a + b - 1) / b; }
   __device__ static int Lane() { return threadIdx.x % 32; }
+  // Of the consumers.
+  __device__ static int WarpGroup() { return static_cast<int>(threadIdx.x / 128); }
   // Of the block in its cluster.
   __device__ static int BlockRank() { return blockIdx.x % 2; }
   __device__ static int FirstRow(int band) {
@@ -190,12 +215,6 @@ class PrefillBlock {
 
   __device__ int FirstChunk(int split) const {
     return args_.plan.chunks * split >> args_.plan.log_splits;
-  }
-
-  // Whether the segment has any of this block's rows of the band.
-  __device__ bool HasRows(int band, int segment) const {
-    return tables_.begin[segment] < FirstRow(band) + kPrefillTileRows &&
-           tables_.begin[segment + 1] > FirstRow(band);
   }
 
   __device__ int SegmentOf(int row) const {
@@ -348,19 +367,22 @@ class PrefillBlock {
 
   __device__ void WaitForH() const;
 
-  // A tile of h whose rows are not all the segment's; the others' zeros come from out of
-  // bounds. One warp.
-  __device__ void ProduceRows(const CUtensorMap* h_row_map, int column, int row0, int segment);
+  // The warpgroup's rows of the batch in the next stage.
+  template <typename Ring>
+  __device__ uint32_t Batch() const {
+    return Stage<Ring>() + WarpGroup() * 64 * 2 * kLinearStageK;
+  }
 
-  // Starts the products of the next `stages`, `between` after those of each, and waits for all
-  // but the last. fresh: d begins at zero.
-  template <typename Ring, int kColumns, typename F>
-  __device__ void Multiply(float (&d)[kColumns / 2], int stages, bool fresh, F between) {
+  // Starts the products of the next `stages`, `before` and `between` before and after those of
+  // each, and waits for all but the last. fresh: d begins at zero.
+  template <typename Ring, int kColumns, typename F, typename G>
+  __device__ void Multiply(float (&d)[kColumns / 2], int stages, bool fresh, F before, G between) {
     stages = __shfl_sync(0xFFFFFFFF, stages, 0);  // tells the compiler that the warp agrees
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
       BarrierWait(Full<Ring>(), parity_);
-      const uint64_t batch = WgmmaTile(Stage<Ring>() + threadIdx.x / 128 * 8192);
+      before();
+      const uint64_t batch = WgmmaTile(Batch<Ring>());
       const uint64_t weights = WgmmaTile(Stage<Ring>() + Config::kBatchBytes);
       WgmmaFence();
 #pragma unroll

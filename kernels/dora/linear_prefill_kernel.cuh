@@ -40,9 +40,8 @@ namespace dorad::kernels {
 // clusters of two blocks.
 template <int kN>
 __device__ void RunPrefill(const CUtensorMap* w_map, const CUtensorMap* x_map,
-                           const CUtensorMap* h_map, const CUtensorMap* h_row_map,
-                           const PrefillArgs& args, typename PrefillBlock<kN>::Shared& shared,
-                           uint32_t dynamic) {
+                           const CUtensorMap* h_map, const PrefillArgs& args,
+                           typename PrefillBlock<kN>::Shared& shared, uint32_t dynamic) {
   using Config = PrefillConfig<kN>;
   using Block = PrefillBlock<kN>;
   if (threadIdx.x == 0) {
@@ -68,7 +67,7 @@ __device__ void RunPrefill(const CUtensorMap* w_map, const CUtensorMap* x_map,
     if (warp == Config::kConsumerWarps) {
       if (threadIdx.x % 32 == 0) block.ProduceWeights(w_map);
     } else if (warp == Config::kConsumerWarps + 1) {
-      block.ProduceBatch(x_map, h_map, h_row_map);
+      block.ProduceBatch(x_map, h_map);
     } else {
       block.Store(warp - Config::kConsumerWarps - 2);
     }
@@ -83,12 +82,11 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
     PrefillKernel(const __grid_constant__ CUtensorMap w_map,
                   const __grid_constant__ CUtensorMap x_map,
                   const __grid_constant__ CUtensorMap h_map,
-                  const __grid_constant__ CUtensorMap h_row_map,
                   const __grid_constant__ PrefillArgs args) {
   extern __shared__ uint8_t dynamic[];
   __shared__ typename PrefillBlock<kN>::Shared shared;
   static_assert(sizeof(shared) <= PrefillConfig<kN>::kStaticBytes);
-  RunPrefill<kN>(&w_map, &x_map, &h_map, &h_row_map, args, shared,
+  RunPrefill<kN>(&w_map, &x_map, &h_map, args, shared,
                  (SharedAddress(dynamic) + 1023) / 1024 * 1024);
 }
 

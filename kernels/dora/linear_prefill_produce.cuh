@@ -56,8 +56,7 @@ __device__ void PrefillBlock<kN>::ProduceWeights(const CUtensorMap* w_map) {
 }
 
 template <int kN>
-__device__ void PrefillBlock<kN>::ProduceBatch(const CUtensorMap* x_map, const CUtensorMap* h_map,
-                                               const CUtensorMap* h_row_map) {
+__device__ void PrefillBlock<kN>::ProduceBatch(const CUtensorMap* x_map, const CUtensorMap* h_map) {
   WaitForPrevious();
   const int first_tile = ForEachShrink([&](const Panel& panel, int slice) {
     const int end = ShrinkEnd(slice);
@@ -76,20 +75,12 @@ __device__ void PrefillBlock<kN>::ProduceBatch(const CUtensorMap* x_map, const C
       for (int chunk = FirstChunk(split); chunk < end; ++chunk) {
         ProduceBox<TileRing>(x_map, chunk * kLinearStageK, FirstRow(band));
       }
-      ForEachRankRange(band, panel, split, [&](int segment, int part, int first, int end) {
+      ForEachRankRange(band, panel, split, [&](int, int part, int first, int end) {
         if (!h_ready) WaitForH();
         h_ready = true;
-        const int row = FirstRow(band);
-        const bool whole = tables_.begin[segment] <= row &&
-                           tables_.begin[segment + 1] >= min(row + kPrefillTileRows, args_.p.rows);
 #pragma unroll 1
         for (int chunk = first; chunk < end; ++chunk) {
-          const int column = part * args_.ldh + chunk * kLinearStageK;
-          if (whole || !HasRows(band, segment)) {
-            ProduceBox<TileRing>(h_map, column, row);
-          } else {
-            ProduceRows(h_row_map, column, row, segment);
-          }
+          ProduceBox<TileRing>(h_map, part * args_.ldh + chunk * kLinearStageK, FirstRow(band));
         }
       });
     }
@@ -156,24 +147,6 @@ __device__ void PrefillBlock<kN>::WaitForH() const {
   if (Lane() == 0) SpinUntil(&args_.counters->shrunk, gridDim.x);
   __syncwarp();
   FenceProxyAsyncGlobal();
-}
-
-template <int kN>
-__device__ void PrefillBlock<kN>::ProduceRows(const CUtensorMap* h_row_map, int column, int row0,
-                                              int segment) {
-  WaitEmpty<TileRing>();
-  __syncwarp();
-  if (Lane() == 0) BarrierArriveExpect(Full<TileRing>(), Config::kBatchBytes);
-  __syncwarp();
-#pragma unroll 1
-  for (int i = Lane(); i < kPrefillTileRows; i += 32) {
-    const int row = row0 + i;
-    const bool mine = row >= tables_.begin[segment] && row < tables_.begin[segment + 1];
-    CopyTensorBox(Stage<TileRing>() + i * 2 * kLinearStageK, h_row_map, column,
-                  mine ? row : args_.p.rows, Full<TileRing>());
-  }
-  __syncwarp();
-  Advance<TileRing>();
 }
 
 }  // namespace dorad::kernels

@@ -75,14 +75,13 @@ class Layer : public RandomLayer {
     const CUtensorMap w_map = MapOf(w_.data(), out_, in, in, kN / 2);
     const CUtensorMap x_map = MapOf(x_.data(), rows_, in, in, kPrefillTileRows);
     const CUtensorMap h_map = MapOf(h.data(), rows_, columns, columns, kPrefillTileRows);
-    const CUtensorMap h_row_map = MapOf(h.data(), rows_, columns, columns, 1);
     int delay = static_cast<int>(random_() % 200);  // until x is there
     Grid grid(
         2 * case_.clusters, kPrefillThreads, 2, kDynamic + PrefillConfig<kN>::kDynamicBytes,
         [&delay] { return --delay < 0; },
         [&] {
           auto& shared = *reinterpret_cast<Shared*>(emulation::ThisBlock().shared);
-          RunPrefill<kN>(&w_map, &x_map, &h_map, &h_row_map, args_, shared, kDynamic);
+          RunPrefill<kN>(&w_map, &x_map, &h_map, args_, shared, kDynamic);
         });
     Emulator::Get().Run({&grid});
     EXPECT_EQ(counters_.shares | counters_.shrunk | counters_.left, 0u);
