@@ -49,14 +49,13 @@ cudaError_t Launch(PrefillArgs args, cudaStream_t stream) {
   const DoraLinearPrefillParams& p = args.p;
   const int in = p.shape.in;
   const int out = OutFeatures(p.shape);
-  args.panels = CeilDiv(out, kN);
   Maps maps;
   DORAD_CUDA_RETURN_IF_ERROR(EncodeMatrix(p.w, out, in, in, kN / 2, &maps.w));
-  DORAD_CUDA_RETURN_IF_ERROR(EncodeMatrix(p.x, p.rows, in, in, kPrefillTileRows, &maps.x));
+  DORAD_CUDA_RETURN_IF_ERROR(EncodeMatrix(p.x, p.rows, in, in, args.box_rows, &maps.x));
   if (args.ldh > 0) {
     const int columns = p.shape.parts * args.ldh;
     DORAD_CUDA_RETURN_IF_ERROR(
-        EncodeMatrix(args.h, p.rows, columns, columns, kPrefillTileRows, &maps.h));
+        EncodeMatrix(args.h, p.rows, columns, columns, args.box_rows, &maps.h));
   }
   // Blocks wait for each other, so a launch may have only as many as run at once.
   static std::atomic<int> known = 0;
@@ -70,11 +69,25 @@ cudaError_t Launch(PrefillArgs args, cudaStream_t stream) {
                                Config::kDynamicBytes, stream, maps.w, maps.x, maps.h, args);
 }
 
-// Estimated time for all tiles with panels of `columns` rows of W. Narrow ones load shared memory
-// more for each product.
-int64_t Cost(const PrefillArgs& args, int columns, int clusters) {
-  const int64_t tiles = int64_t{args.bands} * CeilDiv(OutFeatures(args.p.shape), columns);
-  return (tiles + clusters - 1) / clusters * (columns + kPrefillStageCost);
+// How tiles of panels of `columns` rows of W are divided over clusters.
+struct Division {
+  int columns;
+  bool shares_rows;
+  int bands;
+  int panels;
+};
+
+Division Divide(const PrefillArgs& args, int columns, bool shares_rows) {
+  const int panels = CeilDiv(OutFeatures(args.p.shape), columns);
+  return {columns, shares_rows,
+          CeilDiv(args.p.rows, shares_rows ? kPrefillTileRows : kPrefillBandRows),
+          shares_rows ? CeilDiv(panels, 2) : panels};
+}
+
+// Estimated time.
+int64_t Cost(const Division& division, int clusters) {
+  const int64_t tiles = int64_t{division.bands} * division.panels;
+  return (tiles + clusters - 1) / clusters * (division.columns + kPrefillStageCost);
 }
 
 }  // namespace
@@ -107,7 +120,6 @@ cudaError_t DoraLinearPrefill(const DoraLinearPrefillParams& params, cudaStream_
     args.part_begin[p + 1] = args.part_begin[p] + (p < shape.parts ? shape.out[p] : 0);
   }
   args.bands = CeilDiv(params.rows, kPrefillBandRows);
-  args.group = std::min(args.bands, 8);
   args.ldh = RankRoom(params.max_rank);
   args.counters = static_cast<PrefillCounters*>(params.workspace);
   auto* h = static_cast<uint8_t*>(params.workspace) + kDoraLinearSignalBytes;
@@ -115,16 +127,30 @@ cudaError_t DoraLinearPrefill(const DoraLinearPrefillParams& params, cudaStream_
   if (params.max_rank > 0 && args.bands <= kPrefillSlicedBands) {
     args.shares = reinterpret_cast<float*>(h + HBytes(shape, params.rows, params.max_rank));
   }
-  const int clusters = processors / 2;
-  const int64_t costs[] = {Cost(args, 192, clusters), Cost(args, 176, clusters),
-                           Cost(args, 128, clusters), Cost(args, 256, clusters)};
-  switch (std::min_element(std::begin(costs), std::end(costs)) - costs) {
-    case 0:
-      return Launch<192>(args, stream);
-    case 1:
-      return Launch<176>(args, stream);
-    case 2:
+  // The first of the cheapest.
+  Division best = Divide(args, 192, false);
+  for (const bool shares_rows : {false, true}) {
+    for (const int columns : {192, 176, 128, 256, 144, 96}) {
+      const Division division = Divide(args, columns, shares_rows);
+      if (Cost(division, processors / 2) < Cost(best, processors / 2)) best = division;
+    }
+  }
+  args.shares_rows = best.shares_rows;
+  args.box_rows = best.shares_rows ? kPrefillTileRows / 2 : kPrefillTileRows;
+  args.tile_bands = best.bands;
+  args.tile_panels = best.panels;
+  args.group = std::min(args.tile_bands, 8);
+  switch (best.columns) {
+    case 96:
+      return Launch<96>(args, stream);
+    case 128:
       return Launch<128>(args, stream);
+    case 144:
+      return Launch<144>(args, stream);
+    case 176:
+      return Launch<176>(args, stream);
+    case 192:
+      return Launch<192>(args, stream);
     default:
       return Launch<256>(args, stream);
   }

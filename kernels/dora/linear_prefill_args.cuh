@@ -15,9 +15,11 @@ namespace dorad::kernels {
 inline constexpr int kPrefillTileRows = 128;  // of the batch, of a block
 inline constexpr int kPrefillBandRows = 2 * kPrefillTileRows;
 inline constexpr int kPrefillThreads = 384;
-// Costs in columns of one stage: a stage's other work, and a meeting of all blocks (some 4 us).
-inline constexpr int kPrefillStageCost = 24;
-inline constexpr int kPrefillMeetingCost = 1700;
+// Costs in rows of one stage's panel, some 2 ns each: what a multiprocessor can take in bounds a
+// stage, and so its rows of the batch cost as much as those of the panel. A meeting of all blocks
+// takes some 4 us.
+inline constexpr int kPrefillStageCost = kPrefillTileRows;
+inline constexpr int kPrefillMeetingCost = 2000;
 
 // The shrink in slices of K, for batches of few tiles.
 inline constexpr int kPrefillShrinkRows = 96;    // of A in a panel
@@ -38,10 +40,15 @@ struct PrefillArgs {
   DoraLinearPrefillParams p;
   LinearPlan plan;                              // DoraLinear's: for the order of sums
   int32_t part_begin[kDoraLinearMaxParts + 1];  // in rows of W
-  int32_t bands;
-  int32_t panels;
-  int32_t group;  // bands whose tiles are walked together
-  int32_t ldh;    // max_rank, rounded up to kLinearStageK
+  int32_t bands;                                // of the shrink, of kPrefillBandRows
+  // The two blocks of a cluster have the same rows of the batch and neighbouring panels of W; else
+  // the same panel and neighbouring rows.
+  bool shares_rows;
+  int32_t box_rows;     // of x and h, fetched at once: half a tile if rows are shared, else all
+  int32_t tile_bands;   // of rows, of clusters
+  int32_t tile_panels;  // of W, of clusters
+  int32_t group;        // bands whose tiles are walked together
+  int32_t ldh;          // max_rank, rounded up to kLinearStageK
   int32_t meeting_cost = kPrefillMeetingCost;
   PrefillCounters* counters;
   __nv_bfloat16* h;  // [rows, parts, ldh]
@@ -136,7 +143,7 @@ __device__ inline int ShrinkSlices(const PrefillArgs& args, int panels, int clus
   const int column = kPrefillShrinkRows + kPrefillStageCost;
   const int panel = args.plan.chunks * column;
   const int tile = args.plan.chunks * (tile_columns + kPrefillStageCost);
-  const int tiles = args.bands * args.panels;
+  const int tiles = args.tile_bands * args.tile_panels;
   // Of the first cluster, and of the first one that has a panel less.
   const int most = ceil(panels, clusters);
   const int least = panels / clusters;

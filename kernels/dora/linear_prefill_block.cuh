@@ -117,9 +117,10 @@ class PrefillBlock {
     WaitForPrevious();
     const int first_tile = ForEachShrink([](const Panel&, int) {});
     ForEachTile(first_tile, [&](int band, int panel) {
-      const int row = FirstRow(band) + 64 * group;
-      StoreHalf(group, row, panel * kN + kN / 2);
-      StoreHalf(group, row, panel * kN);
+      const int row = TileRow(band) + 64 * group;
+      const int column = TileColumn(panel);
+      StoreHalf(group, row, column + kN / 2);
+      StoreHalf(group, row, column);
     });
   }
 
@@ -171,7 +172,7 @@ class PrefillBlock {
   // Goes on over the split's share of the ranks. Of a stage of h, rows of other segments are zeroed
   // here: fetched one by one, the segment's own would take longer than their products.
   __device__ void MultiplyRanks(float (&d)[kN / 2], int band, int panel, int split) {
-    const int row = FirstRow(band) + 64 * WarpGroup();
+    const int row = TileRow(band) + 64 * WarpGroup();
     ForEachRankRange(band, panel, split, [&](int segment, int, int first, int end) {
       const int begin = tables_.begin[segment] - row;
       const int rows = tables_.begin[segment + 1] - row;  // up to the segment's end
@@ -207,8 +208,16 @@ class PrefillBlock {
   __device__ static int WarpGroup() { return static_cast<int>(threadIdx.x / 128); }
   // Of the block in its cluster.
   __device__ static int BlockRank() { return blockIdx.x % 2; }
+  // Of the shrink: the block's first row of the batch.
   __device__ static int FirstRow(int band) {
     return band * kPrefillBandRows + BlockRank() * kPrefillTileRows;
+  }
+  // Of a tile: the block's first row of the batch, and of W.
+  __device__ int TileRow(int band) const {
+    return args_.shares_rows ? band * kPrefillTileRows : FirstRow(band);
+  }
+  __device__ int TileColumn(int panel) const {
+    return (args_.shares_rows ? 2 * panel + BlockRank() : panel) * kN;
   }
   // Consumers: of the tile, the first of the two rows (the other is 8 on) of the lane.
   __device__ static int LaneRow() { return threadIdx.x / 32 * 16 + Lane() / 4; }
@@ -293,30 +302,33 @@ class PrefillBlock {
   // f(band, panel of W)
   template <typename F>
   __device__ void ForEachTile(int first, F f) const {
-    const int tiles = args_.bands * args_.panels;
-    const int group_tiles = args_.group * args_.panels;
+    const int tiles = args_.tile_bands * args_.tile_panels;
+    const int group_tiles = args_.group * args_.tile_panels;
 #pragma unroll 1
     for (int tile = first; tile < tiles; tile += gridDim.x / 2) {
       const int group = tile / group_tiles;
       const int rest = tile - group * group_tiles;
-      const int bands = min(args_.group, args_.bands - group * args_.group);
+      const int bands = min(args_.group, args_.tile_bands - group * args_.group);
       f(group * args_.group + rest % bands, rest / bands);
     }
   }
 
-  // f(segment, part, first chunk, end) of columns of B that the split's sum goes on over.
+  // f(segment, part, first chunk, end) of columns of B that the split's sum goes on over, for the
+  // tiles of both blocks.
   template <typename F>
   __device__ void ForEachRankRange(int band, int panel, int split, F f) const {
     if (tables_.panels == 0) return;
-    const int row = band * kPrefillBandRows;
-    const int w_row = panel * kN;
+    const int blocks = args_.shares_rows ? 2 : 1;
+    const int row = band * (kPrefillBandRows / blocks);
+    const int row_end = row + kPrefillBandRows / blocks;
+    const int w_row = panel * blocks * kN;
+    const int w_end = w_row + blocks * kN;
 #pragma unroll 1
     for (int segment = SegmentOf(row);
-         segment < args_.p.num_segments && tables_.begin[segment] < row + kPrefillBandRows;
-         ++segment) {
+         segment < args_.p.num_segments && tables_.begin[segment] < row_end; ++segment) {
 #pragma unroll 1
       for (int part = 0; part < args_.p.shape.parts; ++part) {
-        if (w_row >= args_.part_begin[part + 1] || w_row + kN <= args_.part_begin[part]) continue;
+        if (w_row >= args_.part_begin[part + 1] || w_end <= args_.part_begin[part]) continue;
         const int chunks = CeilDivide(tables_.rank[part][segment], kLinearStageK);
         const int first = chunks * split >> args_.plan.log_splits;
         const int end = chunks * (split + 1) >> args_.plan.log_splits;
@@ -357,13 +369,15 @@ class PrefillBlock {
   // The map of a segment's A (factor 0) or B (1). The weight producer.
   __device__ const CUtensorMap* Acquired(int segment, int part, int factor);
 
-  // Boxes of kLinearBoxRows rows into the next stage of both blocks; each block fetches half.
+  // Boxes of kLinearBoxRows rows into the next stage. shared: of both blocks, which fetch half of
+  // them each.
   template <typename Ring>
-  __device__ void ProduceBoxes(const CUtensorMap* map, int chunk, int row, int boxes);
+  __device__ void ProduceBoxes(const CUtensorMap* map, int chunk, int row, int boxes, bool shared);
 
-  // The block's rows of x or h. One warp.
+  // The rows of x or h of the block's tile, from `row` on. shared: of both blocks, which fetch half
+  // of them each. One warp.
   template <typename Ring>
-  __device__ void ProduceBox(const CUtensorMap* map, int column, int row);
+  __device__ void ProduceRows(const CUtensorMap* map, int column, int row, bool shared);
 
   __device__ void WaitForH() const;
 

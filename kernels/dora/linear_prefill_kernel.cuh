@@ -1,7 +1,8 @@
 // The kernel behind DoraLinearPrefill: see linear_prefill.h for what it computes.
 //
-// Two blocks are a cluster and work on one band of rows of the batch, half of it each, and one
-// panel of rows of W at a time. Each fetches its own half of x, and half of the panel for both.
+// Two blocks are a cluster. They work on one band of rows of the batch, half of it each, and one
+// panel of rows of W at a time: each fetches its own half of x, and half of the panel for both. Or
+// they share the rows, half as many, and have a panel each: what divides the tiles better.
 // (x, W) pairs of 64 elements of K go through a ring of shared memory into wgmma, x as the M
 // operand (64 rows a warpgroup). What the pairs are is known to the producers alone:
 //   panels of the shrink: (x, A of a slot), summed in pieces of K, as DoraLinear's, into h

@@ -17,6 +17,7 @@ namespace dorad::kernels {
 template <int kN>
 __device__ void PrefillBlock<kN>::ProduceWeights(const CUtensorMap* w_map) {
   constexpr int kHalf = kN / 2;
+  constexpr int kHalfBytes = kHalf * 2 * kLinearStageK;
   const int first_tile = ForEachShrink([&](const Panel& panel, int slice) {
     const CUtensorMap* map = Acquired(panel.segment, panel.part, 0);
     // Rows beyond the last box keep old contents: nobody reads their sums.
@@ -25,12 +26,13 @@ __device__ void PrefillBlock<kN>::ProduceWeights(const CUtensorMap* w_map) {
     const int end = ShrinkEnd(slice);
 #pragma unroll 1
     for (int chunk = ShrinkBegin(slice); chunk < end; ++chunk) {
-      ProduceBoxes<ShrinkRing>(map, chunk, panel.column, boxes);
+      ProduceBoxes<ShrinkRing>(map, chunk, panel.column, boxes, /*shared=*/true);
     }
   });
   LeaveShrink();
   ForEachTile(first_tile, [&](int band, int panel) {
-    const int row = panel * kN;
+    const int row = TileColumn(panel);
+    const bool shared = !args_.shares_rows;
 #pragma unroll 1
     for (int split = 0; split < args_.plan.splits; ++split) {
       const int end = FirstChunk(split + 1);
@@ -38,9 +40,15 @@ __device__ void PrefillBlock<kN>::ProduceWeights(const CUtensorMap* w_map) {
       for (int chunk = FirstChunk(split); chunk < end; ++chunk) {
         WaitEmpty<TileRing>();
         BarrierArriveExpect(Full<TileRing>(), kN * 2 * kLinearStageK);
-        CopyTensorBoxToBlocks(
-            Stage<TileRing>() + Config::kBatchBytes + BlockRank() * (kHalf * 2 * kLinearStageK),
-            w_map, chunk * kLinearStageK, row + BlockRank() * kHalf, Full<TileRing>(), kBothBlocks);
+        const uint32_t to = Stage<TileRing>() + Config::kBatchBytes;
+        const int column = chunk * kLinearStageK;
+        if (shared) {
+          CopyTensorBoxToBlocks(to + BlockRank() * kHalfBytes, w_map, column,
+                                row + BlockRank() * kHalf, Full<TileRing>(), kBothBlocks);
+        } else {
+          CopyTensorBox(to, w_map, column, row, Full<TileRing>());
+          CopyTensorBox(to + kHalfBytes, w_map, column, row + kHalf, Full<TileRing>());
+        }
         Advance<TileRing>();
       }
       ForEachRankRange(band, panel, split, [&](int segment, int part, int first, int end) {
@@ -48,7 +56,8 @@ __device__ void PrefillBlock<kN>::ProduceWeights(const CUtensorMap* w_map) {
         // Rows of other parts are out of bounds: zero.
 #pragma unroll 1
         for (int chunk = first; chunk < end; ++chunk) {
-          ProduceBoxes<TileRing>(map, chunk, row - args_.part_begin[part], TileRing::kBoxes);
+          ProduceBoxes<TileRing>(map, chunk, row - args_.part_begin[part], TileRing::kBoxes,
+                                 shared);
         }
       });
     }
@@ -62,25 +71,28 @@ __device__ void PrefillBlock<kN>::ProduceBatch(const CUtensorMap* x_map, const C
     const int end = ShrinkEnd(slice);
 #pragma unroll 1
     for (int chunk = ShrinkBegin(slice); chunk < end; ++chunk) {
-      ProduceBox<ShrinkRing>(x_map, chunk * kLinearStageK, FirstRow(panel.band));
+      ProduceRows<ShrinkRing>(x_map, chunk * kLinearStageK, FirstRow(panel.band),
+                              /*shared=*/false);
     }
   });
   LeaveShrink();
   bool h_ready = false;
   ForEachTile(first_tile, [&](int band, int panel) {
+    const int row = TileRow(band);
+    const bool shared = args_.shares_rows;
 #pragma unroll 1
     for (int split = 0; split < args_.plan.splits; ++split) {
       const int end = FirstChunk(split + 1);
 #pragma unroll 1
       for (int chunk = FirstChunk(split); chunk < end; ++chunk) {
-        ProduceBox<TileRing>(x_map, chunk * kLinearStageK, FirstRow(band));
+        ProduceRows<TileRing>(x_map, chunk * kLinearStageK, row, shared);
       }
       ForEachRankRange(band, panel, split, [&](int, int part, int first, int end) {
         if (!h_ready) WaitForH();
         h_ready = true;
 #pragma unroll 1
         for (int chunk = first; chunk < end; ++chunk) {
-          ProduceBox<TileRing>(h_map, part * args_.ldh + chunk * kLinearStageK, FirstRow(band));
+          ProduceRows<TileRing>(h_map, part * args_.ldh + chunk * kLinearStageK, row, shared);
         }
       });
     }
@@ -118,26 +130,43 @@ __device__ const CUtensorMap* PrefillBlock<kN>::Acquired(int segment, int part, 
 template <int kN>
 template <typename Ring>
 __device__ void PrefillBlock<kN>::ProduceBoxes(const CUtensorMap* map, int chunk, int row,
-                                               int boxes) {
+                                               int boxes, bool shared) {
   WaitEmpty<Ring>();
   BarrierArriveExpect(Full<Ring>(), boxes * Config::kBoxBytes);
+  const uint32_t to = Stage<Ring>() + Config::kBatchBytes;
+  const int column = chunk * kLinearStageK;
 #pragma unroll 1
-  for (int box = BlockRank(); box < boxes; box += 2) {
-    CopyTensorBoxToBlocks(Stage<Ring>() + Config::kBatchBytes + box * Config::kBoxBytes, map,
-                          chunk * kLinearStageK, row + box * kLinearBoxRows, Full<Ring>(),
-                          kBothBlocks);
+  for (int box = shared ? BlockRank() : 0; box < boxes; box += shared ? 2 : 1) {
+    const uint32_t place = to + box * Config::kBoxBytes;
+    const int box_row = row + box * kLinearBoxRows;
+    if (shared) {
+      CopyTensorBoxToBlocks(place, map, column, box_row, Full<Ring>(), kBothBlocks);
+    } else {
+      CopyTensorBox(place, map, column, box_row, Full<Ring>());
+    }
   }
   Advance<Ring>();
 }
 
 template <int kN>
 template <typename Ring>
-__device__ void PrefillBlock<kN>::ProduceBox(const CUtensorMap* map, int column, int row) {
+__device__ void PrefillBlock<kN>::ProduceRows(const CUtensorMap* map, int column, int row,
+                                              bool shared) {
   WaitEmpty<Ring>();
   __syncwarp();  // no lane may miss a phase
   if (Lane() == 0) {
     BarrierArriveExpect(Full<Ring>(), Config::kBatchBytes);
-    CopyTensorBox(Stage<Ring>(), map, column, row, Full<Ring>());
+    const int boxes = kPrefillTileRows / args_.box_rows;
+#pragma unroll 1
+    for (int box = 0; box < boxes; ++box) {
+      const uint32_t place = Stage<Ring>() + box * (Config::kBatchBytes / boxes);
+      const int box_row = row + box * args_.box_rows;
+      if (!shared) {
+        CopyTensorBox(place, map, column, box_row, Full<Ring>());
+      } else if (box == BlockRank()) {
+        CopyTensorBoxToBlocks(place, map, column, box_row, Full<Ring>(), kBothBlocks);
+      }
+    }
   }
   Advance<Ring>();
 }

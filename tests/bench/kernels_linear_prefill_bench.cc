@@ -110,13 +110,15 @@ class Work {
     segments_ = Allocate<RowSegment>(kAdapters);
   }
 
-  // Rows in `adapters` equal segments; 0: of the base.
+  // Rows in `adapters` segments of about one size, which end within tiles; 0: of the base.
   void SetAdapters(int adapters) {
     std::vector<RowSegment> segments;
     num_segments_ = std::max(1, adapters);
+    int begin = 0;
     for (int i = 0; i < num_segments_; ++i) {
-      segments.push_back(
-          {adapters == 0 ? -1 : i, rows_ * i / num_segments_, rows_ * (i + 1) / num_segments_});
+      const int end = i + 1 < num_segments_ ? rows_ * (i + 1) / num_segments_ + 5 : rows_;
+      segments.push_back({adapters == 0 ? -1 : i, begin, end});
+      begin = end;
     }
     Check(cudaMemcpy(segments_, segments.data(), segments.size() * sizeof(RowSegment),
                      cudaMemcpyHostToDevice));

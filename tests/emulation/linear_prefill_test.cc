@@ -49,21 +49,26 @@ class Layer : public RandomLayer {
       args_.part_begin[part + 1] = args_.part_begin[part] + shape.out[part];
     }
     args_.bands = CeilDiv(rows_, kPrefillBandRows);
-    args_.group = std::min(args_.bands, 8);
     args_.ldh = RoundUp(max_rank_, kLinearStageK);
     args_.counters = &counters_;
   }
 
-  // sliced: each cluster shrinks a slice of K; else whole panels.
+  // sliced: each cluster shrinks a slice of K; else whole panels. shares_rows: a cluster's blocks
+  // share rows of the batch; else a panel.
   template <int kN>
-  std::vector<float> Run(bool y_fp32, bool sliced) {
+  std::vector<float> Run(bool y_fp32, bool sliced, bool shares_rows) {
     using Shared = typename PrefillBlock<kN>::Shared;
     constexpr uint32_t kDynamic = PrefillConfig<kN>::kStaticBytes;
     std::vector<float> y(size_t{1} * rows_ * out_, NAN);
     std::vector<Bf16> rounded(y.size());
     const int columns = case_.shape.parts * args_.ldh;
     std::vector<Bf16> h(size_t{1} * rows_ * columns, __float2bfloat16(NAN));
-    args_.panels = CeilDiv(out_, kN);
+    const int panels = CeilDiv(out_, kN);
+    args_.shares_rows = shares_rows;
+    args_.box_rows = shares_rows ? kPrefillTileRows / 2 : kPrefillTileRows;
+    args_.tile_bands = CeilDiv(rows_, shares_rows ? kPrefillTileRows : kPrefillBandRows);
+    args_.tile_panels = shares_rows ? CeilDiv(panels, 2) : panels;
+    args_.group = std::min(args_.tile_bands, 8);
     args_.h = h.data();
     std::vector<float> shares(
         kPrefillSlicedPanels * kLinearSlices * kPrefillShareBytes / sizeof(float), NAN);
@@ -73,8 +78,8 @@ class Layer : public RandomLayer {
     args_.p.y = y_fp32 ? static_cast<void*>(y.data()) : static_cast<void*>(rounded.data());
     const int in = case_.shape.in;
     const CUtensorMap w_map = MapOf(w_.data(), out_, in, in, kN / 2);
-    const CUtensorMap x_map = MapOf(x_.data(), rows_, in, in, kPrefillTileRows);
-    const CUtensorMap h_map = MapOf(h.data(), rows_, columns, columns, kPrefillTileRows);
+    const CUtensorMap x_map = MapOf(x_.data(), rows_, in, in, args_.box_rows);
+    const CUtensorMap h_map = MapOf(h.data(), rows_, columns, columns, args_.box_rows);
     int delay = static_cast<int>(random_() % 200);  // until x is there
     Grid grid(
         2 * case_.clusters, kPrefillThreads, 2, kDynamic + PrefillConfig<kN>::kDynamicBytes,
@@ -172,10 +177,12 @@ class EmulatedLinearPrefillTest : public ::testing::TestWithParam<Case> {
 TEST_P(EmulatedLinearPrefillTest, SumsAreThoseOfThePlan) {
   Layer layer(GetParam(), &emulator_.random());
   std::vector<float> y;
-  ASSERT_NO_THROW(y = layer.Run<256>(/*y_fp32=*/true, /*sliced=*/false));
+  ASSERT_NO_THROW(y = layer.Run<256>(/*y_fp32=*/true, /*sliced=*/false, /*shares_rows=*/false));
   ExpectTheSameBits(layer, y, /*y_fp32=*/true);
-  ASSERT_NO_THROW(y = layer.Run<176>(/*y_fp32=*/false, /*sliced=*/true));
+  ASSERT_NO_THROW(y = layer.Run<176>(/*y_fp32=*/false, /*sliced=*/true, /*shares_rows=*/false));
   ExpectTheSameBits(layer, y, /*y_fp32=*/false);
+  ASSERT_NO_THROW(y = layer.Run<144>(/*y_fp32=*/true, /*sliced=*/true, /*shares_rows=*/true));
+  ExpectTheSameBits(layer, y, /*y_fp32=*/true);
 }
 
 const Case kCases[] = {

@@ -59,10 +59,8 @@ __device__ inline void WgmmaWait() {
   DORAD_P32                                                                          \
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51" \
   ",%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define DORAD_P88                                                            \
-  DORAD_P64                                                                  \
-  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81" \
-  ",%82,%83,%84,%85,%86,%87"
+#define DORAD_P72 DORAD_P64 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define DORAD_P88 DORAD_P72 ",%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87"
 #define DORAD_P96 DORAD_P88 ",%88,%89,%90,%91,%92,%93,%94,%95"
 #define DORAD_P128                                                              \
   DORAD_P96                                                                     \
@@ -77,7 +75,8 @@ __device__ inline void WgmmaWait() {
 #define DORAD_D40(i) DORAD_D32(i), DORAD_D8(i + 32)
 #define DORAD_D48(i) DORAD_D32(i), DORAD_D16(i + 32)
 #define DORAD_D64(i) DORAD_D32(i), DORAD_D32(i + 32)
-#define DORAD_D88(i) DORAD_D64(i), DORAD_D16(i + 64), DORAD_D8(i + 80)
+#define DORAD_D72(i) DORAD_D64(i), DORAD_D8(i + 64)
+#define DORAD_D88(i) DORAD_D72(i), DORAD_D16(i + 72)
 #define DORAD_D96(i) DORAD_D64(i), DORAD_D32(i + 64)
 #define DORAD_D128(i) DORAD_D64(i), DORAD_D64(i + 64)
 // The three operands after the accumulators are numbered from `a`, `b`, `s`.
@@ -110,6 +109,8 @@ __device__ inline void Wgmma(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_til
     DORAD_WGMMA(96, DORAD_P48, DORAD_D48(0), 48, 49, 50);
   } else if constexpr (kN == 128) {
     DORAD_WGMMA(128, DORAD_P64, DORAD_D64(0), 64, 65, 66);
+  } else if constexpr (kN == 144) {
+    DORAD_WGMMA(144, DORAD_P72, DORAD_D72(0), 72, 73, 74);
   } else if constexpr (kN == 176) {
     DORAD_WGMMA(176, DORAD_P88, DORAD_D88(0), 88, 89, 90);
   } else if constexpr (kN == 192) {
@@ -163,6 +164,7 @@ __device__ inline void WgmmaNarrow(float (&d)[4], const uint32_t (&a)[4], uint64
 #undef DORAD_P40
 #undef DORAD_P48
 #undef DORAD_P64
+#undef DORAD_P72
 #undef DORAD_P88
 #undef DORAD_P96
 #undef DORAD_P128
@@ -174,6 +176,7 @@ __device__ inline void WgmmaNarrow(float (&d)[4], const uint32_t (&a)[4], uint64
 #undef DORAD_D40
 #undef DORAD_D48
 #undef DORAD_D64
+#undef DORAD_D72
 #undef DORAD_D88
 #undef DORAD_D96
 #undef DORAD_D128

@@ -34,7 +34,7 @@ bool WantsLibrary(const LinearGroup& group) { return WorkspaceBytes(group, 1) ==
 
 // The most rows for which reading the weights once for each block is faster than one launch, whose
 // tiles are of 128 rows. The results are the same.
-constexpr int64_t kMostRowsInBlocks = 384;
+constexpr int64_t kMostRowsInBlocks = 288;
 static_assert(kMostRowsInBlocks >= kernels::kDoraLinearMaxRows);
 
 // Whether all rows can go through one launch.
