@@ -122,8 +122,8 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
       if constexpr (!kAdapted) return;
       bool has_met = false;
       int turn = 0;
-      ForEachRank(group, [&](int segment, int part, int first_chunk, int end_chunk) {
-        const bool has_part = HasPart(row, part);
+      ForEachRank(group, [&](const LinearRank& at, int first_chunk, int end_chunk) {
+        const bool has_part = HasPart(row, at.part);
         ForEachStage(first_chunk, end_chunk, [&](int chunk, int count) {
           if (!has_met) MeetForH(producer);
           has_met = true;
@@ -131,8 +131,9 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
             ring_.WaitEmpty();
 #pragma unroll 1
             for (int i = 0; i < count && has_part; ++i) {
-              CopyH(ring_.batch() + i * x_bytes_, segment, part, (chunk + i) * kLinearStageK);
+              CopyH(ring_.batch() + i * x_bytes_, at, (chunk + i) * kLinearStageK);
             }
+            if (has_part && at.log_together > 0) CopyB(ring_.weights(), at, row);
             BarrierHoldForCopies(ring_.batch_full());
             __syncwarp();
             if (lane_ == 0) BarrierArrive(ring_.batch_full());
@@ -177,7 +178,8 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
       SpinUntil(&args_.signals->shares, gridDim.x);
     }
     NamedBarrier(3, 32 * kAdders);
-    AddShares<Config::kAddAtOnce>(args_, tables_, static_cast<int>(blockIdx.x) * kAdders + adder,
+    // A few sums are spread over multiprocessors.
+    AddShares<Config::kAddAtOnce>(args_, tables_, static_cast<int>(adder * gridDim.x + blockIdx.x),
                                   static_cast<int>(gridDim.x) * kAdders);
     NamedBarrier(3, 32 * kAdders);
     if (leads) SignalRelease(&args_.signals->h);
@@ -199,23 +201,62 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
     }
   }
 
-  // Columns k0.. of h, zero in rows outside of the segment: of the tiles that have rows of it. One
-  // warp, four rows at a time.
-  __device__ void CopyH(uint32_t tile, int segment, int part, int k0) const {
-    const int k = k0 + lane_ % 8 * 8;
-    const int begin = tables_.begin[segment];
-    const int end = tables_.end[segment];
-    const uint32_t count = k < tables_.rank[part][segment] ? end - begin : 0;
-    const int last = min((end + 63) / 64 * 64, args_.x_rows);
-    int row = begin / 64 * 64 + lane_ / 8;
+  // The segment and the column of its rank that this lane copies, of a stage from column k0 on.
+  struct Column {
+    int segment;
+    int k;
+    bool has_rank;
+  };
+  __device__ Column ColumnAt(const LinearRank& at, int k0) const {
+    const int column = lane_ % 8 * 8;
+    const int i = column >> at.log_columns();
+    const int segment = at.segment + i;
+    const int k = k0 + column - (i << at.log_columns());
+    return {segment, k, k < tables_.rank[at.part][segment]};
+  }
+
+  // Columns k0.. of h, zero in rows outside of their segment: of the tiles that have rows of the
+  // segments. One warp, four rows at a time.
+  __device__ void CopyH(uint32_t tile, const LinearRank& at, int k0) const {
+    const Column column = ColumnAt(at, k0);
+    const int begin = column.has_rank ? tables_.begin[column.segment] : 0;
+    const uint32_t count = column.has_rank ? tables_.end[column.segment] - begin : 0;
+    const int last = min((EndOf(tables_, at) + 63) / 64 * 64, args_.x_rows);
+    int row = BeginOf(tables_, at) / 64 * 64 + lane_ / 8;
     const __nv_bfloat16* from =
-        args_.h + (static_cast<int64_t>(part) * args_.p.rows + row) * args_.ldh + k;
+        args_.h + (static_cast<int64_t>(at.part) * args_.p.rows + row) * args_.ldh + column.k;
     const int64_t step = 4 * static_cast<int64_t>(args_.ldh);
     uint32_t to = tile + row * 128 + ((lane_ ^ row) % 8 << 4);
 #pragma unroll 4
     for (; row < last; row += 4) {
       const bool valid = static_cast<uint32_t>(row - begin) < count;
       CopyAsync16(to, valid ? from : args_.h, valid);
+      from += step;
+      to = (to + 4 * 128) ^ 64;  // the swizzle of the row four further on
+    }
+  }
+
+  // A panel's rows of the factors that share a stage, as the copy engine would place them; zero
+  // where there is no rank, and in rows of other parts. `w_row`: of W. One warp.
+  __device__ void CopyB(uint32_t tile, const LinearRank& at, int w_row) const {
+    const Column column = ColumnAt(at, 0);
+    const __nv_bfloat16* from = args_.h;  // any address
+    int64_t step = 0;
+    uint32_t count = 0;  // of rows
+    int row = w_row - args_.part_begin[at.part] + lane_ / 8;
+    if (column.has_rank) {
+      const DoraFactors& f =
+          args_.p.table.factors[ModuleIndex(args_, tables_.slot[column.segment], at.part)];
+      from = f.b + static_cast<int64_t>(row) * f.ldb + column.k;
+      step = 4 * static_cast<int64_t>(f.ldb);
+      count = args_.p.shape.out[at.part];
+    }
+    uint32_t to = tile + lane_ / 8 * 128 + ((lane_ ^ lane_ / 8) % 8 << 4);
+#pragma unroll 4
+    for (int i = 0; i < kPanel; i += 4) {
+      const bool valid = static_cast<uint32_t>(row) < count;
+      CopyAsync16(to, valid ? from : args_.h, valid);
+      row += 4;
       from += step;
       to = (to + 4 * 128) ^ 64;  // the swizzle of the row four further on
     }

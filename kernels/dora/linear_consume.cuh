@@ -61,10 +61,10 @@ class ProjectConsumers : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
       });
       if (!HasPanel()) return;
       if constexpr (kAdapted) {
-        ForEachRank(group, [&](int segment, int part, int first_chunk, int end_chunk) {
-          const int begin = max(tables_.begin[segment] / 64 - first_tile, 0);
-          const int end = min((tables_.end[segment] + 63) / 64 - first_tile, Config::kTiles);
-          if (begin < end && HasPart(row, part)) {
+        ForEachRank(group, [&](const LinearRank& at, int first_chunk, int end_chunk) {
+          const int begin = max(BeginOf(tables_, at) / 64 - first_tile, 0);
+          const int end = min((EndOf(tables_, at) + 63) / 64 - first_tile, Config::kTiles);
+          if (begin < end && HasPart(row, at.part)) {
             Accumulate(d, end_chunk - first_chunk, first_tile, begin, end, true);
           } else {
             Skip(end_chunk - first_chunk);

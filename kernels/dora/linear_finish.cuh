@@ -44,8 +44,8 @@ class LinearFinish {
 #pragma unroll 1
       for (int i = thread; i < segments * kPanel; i += threads) {
         const int n = row + i % kPanel;
-        const float* g = n < out ? MagnitudesOf(i / kPanel, n) : nullptr;
-        shared_.g[i / kPanel][i % kPanel] = g != nullptr ? *g : 1.0f;
+        const float* g = n < out ? MagnitudesOf(i / kPanel, PartOf(n)) : nullptr;
+        shared_.g[i / kPanel][i % kPanel] = g != nullptr ? g[n] : 1.0f;
       }
     }
   }
@@ -64,6 +64,7 @@ class LinearFinish {
     const uint32_t sums = SharedAddress(shared_.turn[warp]);
     const int t = batch_row + lane / 2;
     const int segment = kAdapted && tables_.segments > 1 ? SegmentOf(tables_, t) : 0;
+    Magnitudes magnitudes;
 #pragma unroll 1
     for (int step = 0; step < kColumns / kWidth; ++step) {
       __syncwarp();
@@ -84,25 +85,37 @@ class LinearFinish {
         for (int j = 0; j < kWidth / 16; ++j) {
           const int column = lane % 2 * kWidth / 2 + 8 * j;
           FinishEight(sums + lane / 2 * kTurnBytes + column * 4, t, segment, row,
-                      first_column + step * kWidth + column);
+                      first_column + step * kWidth + column, magnitudes);
         }
       }
     }
   }
 
  private:
-  // The part of a row of W, and g of a segment there; nullptr: 1.
-  __device__ const float* MagnitudesOf(int segment, int row) const {
+  // g of a segment whose magnitudes are not in shared memory. Its address is two reads away: once
+  // for a part.
+  struct Magnitudes {
+    const float* g = nullptr;
+    int end = 0;  // of the part, in rows of W
+  };
+
+  __device__ int PartOf(int row) const {
     int part = 0;
 #pragma unroll 1
     while (part + 1 < args_.p.shape.parts && row >= args_.part_begin[part + 1]) ++part;
+    return part;
+  }
+
+  // To be indexed by rows of W; nullptr: 1.
+  __device__ const float* MagnitudesOf(int segment, int part) const {
     if (tables_.rank[part][segment] == 0) return nullptr;
     const float* g = args_.p.table.factors[ModuleIndex(args_, tables_.slot[segment], part)].g;
-    return g == nullptr ? nullptr : g + (row - args_.part_begin[part]);
+    return g == nullptr ? nullptr : g - args_.part_begin[part];
   }
 
   // Columns column.. + 7 of a row of the batch.
-  __device__ void FinishEight(uint32_t sums, int t, int segment, int row, int column) const {
+  __device__ void FinishEight(uint32_t sums, int t, int segment, int row, int column,
+                              Magnitudes& magnitudes) const {
     const int out = args_.part_begin[args_.p.shape.parts];
     const int n = row + column;
     float y[8];
@@ -116,9 +129,15 @@ class LinearFinish {
     } else if (segment < kStaged) {
       LoadEight(SharedAddress(&shared_.g[segment][column]), g);
     } else {
-      const float* from = n < out ? MagnitudesOf(segment, n) : nullptr;
+      if (n >= magnitudes.end && n < out) {
+        const int part = PartOf(n);
+        magnitudes = {MagnitudesOf(segment, part), args_.part_begin[part + 1]};
+      }
+      const float* from = magnitudes.g;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) g[i] = from != nullptr && n + i < out ? __ldg(from + i) : 1.0f;
+      for (int i = 0; i < 8; ++i) {
+        g[i] = from != nullptr && n + i < out ? __ldg(from + n + i) : 1.0f;
+      }
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) y[i] = fmaf(g[i], y[i], bias[i]);

@@ -49,13 +49,13 @@ cudaError_t Launch(PrefillArgs args, cudaStream_t stream) {
   const DoraLinearPrefillParams& p = args.p;
   const int in = p.shape.in;
   const int out = OutFeatures(p.shape);
+  const int box_rows = args.shares_rows ? kPrefillTileRows / 2 : kPrefillTileRows;
   Maps maps;
   DORAD_CUDA_RETURN_IF_ERROR(EncodeMatrix(p.w, out, in, in, kN / 2, &maps.w));
-  DORAD_CUDA_RETURN_IF_ERROR(EncodeMatrix(p.x, p.rows, in, in, args.box_rows, &maps.x));
+  DORAD_CUDA_RETURN_IF_ERROR(EncodeMatrix(p.x, p.rows, in, in, box_rows, &maps.x));
   if (args.ldh > 0) {
     const int columns = p.shape.parts * args.ldh;
-    DORAD_CUDA_RETURN_IF_ERROR(
-        EncodeMatrix(args.h, p.rows, columns, columns, args.box_rows, &maps.h));
+    DORAD_CUDA_RETURN_IF_ERROR(EncodeMatrix(args.h, p.rows, columns, columns, box_rows, &maps.h));
   }
   // Blocks wait for each other, so a launch may have only as many as run at once.
   static std::atomic<int> known = 0;
@@ -136,7 +136,6 @@ cudaError_t DoraLinearPrefill(const DoraLinearPrefillParams& params, cudaStream_
     }
   }
   args.shares_rows = best.shares_rows;
-  args.box_rows = best.shares_rows ? kPrefillTileRows / 2 : kPrefillTileRows;
   args.tile_bands = best.bands;
   args.tile_panels = best.panels;
   args.group = std::min(args.tile_bands, 8);

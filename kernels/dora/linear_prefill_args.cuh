@@ -44,7 +44,6 @@ struct PrefillArgs {
   // The two blocks of a cluster have the same rows of the batch and neighbouring panels of W; else
   // the same panel and neighbouring rows.
   bool shares_rows;
-  int32_t box_rows;     // of x and h, fetched at once: half a tile if rows are shared, else all
   int32_t tile_bands;   // of rows, of clusters
   int32_t tile_panels;  // of W, of clusters
   int32_t group;        // bands whose tiles are walked together

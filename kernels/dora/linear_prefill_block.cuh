@@ -65,10 +65,13 @@ class PrefillBlock {
     BarrierInitFence();
   }
 
-  // One thread.
+  // One thread. kSharesRows: args.shares_rows, for short code: what one thread does for each stage
+  // bounds the stream.
+  template <bool kSharesRows>
   __device__ void ProduceWeights(const CUtensorMap* w_map);
 
-  // One warp.
+  // One warp. x_map and h_map have boxes of half a tile where rows are shared, else of a tile.
+  template <bool kSharesRows>
   __device__ void ProduceBatch(const CUtensorMap* x_map, const CUtensorMap* h_map);
 
   // Consumers: whole warpgroups.
@@ -369,15 +372,15 @@ class PrefillBlock {
   // The map of a segment's A (factor 0) or B (1). The weight producer.
   __device__ const CUtensorMap* Acquired(int segment, int part, int factor);
 
-  // Boxes of kLinearBoxRows rows into the next stage. shared: of both blocks, which fetch half of
+  // Boxes of kLinearBoxRows rows into the next stage. kShared: of both blocks, which fetch half of
   // them each.
-  template <typename Ring>
-  __device__ void ProduceBoxes(const CUtensorMap* map, int chunk, int row, int boxes, bool shared);
+  template <typename Ring, bool kShared>
+  __device__ void ProduceBoxes(const CUtensorMap* map, int chunk, int row, int boxes);
 
-  // The rows of x or h of the block's tile, from `row` on. shared: of both blocks, which fetch half
-  // of them each. One warp.
-  template <typename Ring>
-  __device__ void ProduceRows(const CUtensorMap* map, int column, int row, bool shared);
+  // The rows of x or h of the block's tile, from `row` on, in boxes of kBoxRows. kShared: a box of
+  // each block, for both. One warp.
+  template <typename Ring, int kBoxRows, bool kShared>
+  __device__ void ProduceRows(const CUtensorMap* map, int column, int row);
 
   __device__ void WaitForH() const;
 

@@ -66,9 +66,15 @@ __device__ void RunPrefill(const CUtensorMap* w_map, const CUtensorMap* x_map,
   } else {
     DecreaseRegisters<Config::kRegistersProducer>();
     if (warp == Config::kConsumerWarps) {
-      if (threadIdx.x % 32 == 0) block.ProduceWeights(w_map);
+      const bool produces = threadIdx.x % 32 == 0;
+      if (produces && args.shares_rows) block.template ProduceWeights<true>(w_map);
+      if (produces && !args.shares_rows) block.template ProduceWeights<false>(w_map);
     } else if (warp == Config::kConsumerWarps + 1) {
-      block.ProduceBatch(x_map, h_map);
+      if (args.shares_rows) {
+        block.template ProduceBatch<true>(x_map, h_map);
+      } else {
+        block.template ProduceBatch<false>(x_map, h_map);
+      }
     } else {
       block.Store(warp - Config::kConsumerWarps - 2);
     }

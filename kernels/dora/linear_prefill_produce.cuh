@@ -15,6 +15,7 @@
 namespace dorad::kernels {
 
 template <int kN>
+template <bool kSharesRows>
 __device__ void PrefillBlock<kN>::ProduceWeights(const CUtensorMap* w_map) {
   constexpr int kHalf = kN / 2;
   constexpr int kHalfBytes = kHalf * 2 * kLinearStageK;
@@ -26,13 +27,12 @@ __device__ void PrefillBlock<kN>::ProduceWeights(const CUtensorMap* w_map) {
     const int end = ShrinkEnd(slice);
 #pragma unroll 1
     for (int chunk = ShrinkBegin(slice); chunk < end; ++chunk) {
-      ProduceBoxes<ShrinkRing>(map, chunk, panel.column, boxes, /*shared=*/true);
+      ProduceBoxes<ShrinkRing, true>(map, chunk, panel.column, boxes);
     }
   });
   LeaveShrink();
   ForEachTile(first_tile, [&](int band, int panel) {
     const int row = TileColumn(panel);
-    const bool shared = !args_.shares_rows;
 #pragma unroll 1
     for (int split = 0; split < args_.plan.splits; ++split) {
       const int end = FirstChunk(split + 1);
@@ -42,12 +42,12 @@ __device__ void PrefillBlock<kN>::ProduceWeights(const CUtensorMap* w_map) {
         BarrierArriveExpect(Full<TileRing>(), kN * 2 * kLinearStageK);
         const uint32_t to = Stage<TileRing>() + Config::kBatchBytes;
         const int column = chunk * kLinearStageK;
-        if (shared) {
-          CopyTensorBoxToBlocks(to + BlockRank() * kHalfBytes, w_map, column,
-                                row + BlockRank() * kHalf, Full<TileRing>(), kBothBlocks);
-        } else {
+        if constexpr (kSharesRows) {
           CopyTensorBox(to, w_map, column, row, Full<TileRing>());
           CopyTensorBox(to + kHalfBytes, w_map, column, row + kHalf, Full<TileRing>());
+        } else {
+          CopyTensorBoxToBlocks(to + BlockRank() * kHalfBytes, w_map, column,
+                                row + BlockRank() * kHalf, Full<TileRing>(), kBothBlocks);
         }
         Advance<TileRing>();
       }
@@ -56,8 +56,8 @@ __device__ void PrefillBlock<kN>::ProduceWeights(const CUtensorMap* w_map) {
         // Rows of other parts are out of bounds: zero.
 #pragma unroll 1
         for (int chunk = first; chunk < end; ++chunk) {
-          ProduceBoxes<TileRing>(map, chunk, row - args_.part_begin[part], TileRing::kBoxes,
-                                 shared);
+          ProduceBoxes<TileRing, !kSharesRows>(map, chunk, row - args_.part_begin[part],
+                                               TileRing::kBoxes);
         }
       });
     }
@@ -65,34 +65,36 @@ __device__ void PrefillBlock<kN>::ProduceWeights(const CUtensorMap* w_map) {
 }
 
 template <int kN>
+template <bool kSharesRows>
 __device__ void PrefillBlock<kN>::ProduceBatch(const CUtensorMap* x_map, const CUtensorMap* h_map) {
+  constexpr int kBoxRows = kSharesRows ? kPrefillTileRows / 2 : kPrefillTileRows;
   WaitForPrevious();
   const int first_tile = ForEachShrink([&](const Panel& panel, int slice) {
+    const int row = FirstRow(panel.band);
     const int end = ShrinkEnd(slice);
 #pragma unroll 1
     for (int chunk = ShrinkBegin(slice); chunk < end; ++chunk) {
-      ProduceRows<ShrinkRing>(x_map, chunk * kLinearStageK, FirstRow(panel.band),
-                              /*shared=*/false);
+      ProduceRows<ShrinkRing, kBoxRows, false>(x_map, chunk * kLinearStageK, row);
     }
   });
   LeaveShrink();
   bool h_ready = false;
   ForEachTile(first_tile, [&](int band, int panel) {
     const int row = TileRow(band);
-    const bool shared = args_.shares_rows;
 #pragma unroll 1
     for (int split = 0; split < args_.plan.splits; ++split) {
       const int end = FirstChunk(split + 1);
 #pragma unroll 1
       for (int chunk = FirstChunk(split); chunk < end; ++chunk) {
-        ProduceRows<TileRing>(x_map, chunk * kLinearStageK, row, shared);
+        ProduceRows<TileRing, kBoxRows, kSharesRows>(x_map, chunk * kLinearStageK, row);
       }
       ForEachRankRange(band, panel, split, [&](int, int part, int first, int end) {
         if (!h_ready) WaitForH();
         h_ready = true;
 #pragma unroll 1
         for (int chunk = first; chunk < end; ++chunk) {
-          ProduceRows<TileRing>(h_map, part * args_.ldh + chunk * kLinearStageK, row, shared);
+          ProduceRows<TileRing, kBoxRows, kSharesRows>(
+              h_map, part * args_.ldh + chunk * kLinearStageK, row);
         }
       });
     }
@@ -128,43 +130,42 @@ __device__ const CUtensorMap* PrefillBlock<kN>::Acquired(int segment, int part, 
 }
 
 template <int kN>
-template <typename Ring>
+template <typename Ring, bool kShared>
 __device__ void PrefillBlock<kN>::ProduceBoxes(const CUtensorMap* map, int chunk, int row,
-                                               int boxes, bool shared) {
+                                               int boxes) {
   WaitEmpty<Ring>();
   BarrierArriveExpect(Full<Ring>(), boxes * Config::kBoxBytes);
-  const uint32_t to = Stage<Ring>() + Config::kBatchBytes;
-  const int column = chunk * kLinearStageK;
 #pragma unroll 1
-  for (int box = shared ? BlockRank() : 0; box < boxes; box += shared ? 2 : 1) {
-    const uint32_t place = to + box * Config::kBoxBytes;
+  for (int box = kShared ? BlockRank() : 0; box < boxes; box += kShared ? 2 : 1) {
+    const uint32_t to = Stage<Ring>() + Config::kBatchBytes + box * Config::kBoxBytes;
     const int box_row = row + box * kLinearBoxRows;
-    if (shared) {
-      CopyTensorBoxToBlocks(place, map, column, box_row, Full<Ring>(), kBothBlocks);
+    if constexpr (kShared) {
+      CopyTensorBoxToBlocks(to, map, chunk * kLinearStageK, box_row, Full<Ring>(), kBothBlocks);
     } else {
-      CopyTensorBox(place, map, column, box_row, Full<Ring>());
+      CopyTensorBox(to, map, chunk * kLinearStageK, box_row, Full<Ring>());
     }
   }
   Advance<Ring>();
 }
 
 template <int kN>
-template <typename Ring>
-__device__ void PrefillBlock<kN>::ProduceRows(const CUtensorMap* map, int column, int row,
-                                              bool shared) {
+template <typename Ring, int kBoxRows, bool kShared>
+__device__ void PrefillBlock<kN>::ProduceRows(const CUtensorMap* map, int column, int row) {
+  constexpr int kBoxes = kPrefillTileRows / kBoxRows;
+  constexpr int kBytes = Config::kBatchBytes / kBoxes;  // of a box
+  static_assert(!kShared || kBoxes == 2);
   WaitEmpty<Ring>();
   __syncwarp();  // no lane may miss a phase
   if (Lane() == 0) {
     BarrierArriveExpect(Full<Ring>(), Config::kBatchBytes);
-    const int boxes = kPrefillTileRows / args_.box_rows;
-#pragma unroll 1
-    for (int box = 0; box < boxes; ++box) {
-      const uint32_t place = Stage<Ring>() + box * (Config::kBatchBytes / boxes);
-      const int box_row = row + box * args_.box_rows;
-      if (!shared) {
-        CopyTensorBox(place, map, column, box_row, Full<Ring>());
-      } else if (box == BlockRank()) {
-        CopyTensorBoxToBlocks(place, map, column, box_row, Full<Ring>(), kBothBlocks);
+    if constexpr (kShared) {
+      CopyTensorBoxToBlocks(Stage<Ring>() + BlockRank() * kBytes, map, column,
+                            row + BlockRank() * kBoxRows, Full<Ring>(), kBothBlocks);
+    } else {
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        CopyTensorBox(Stage<Ring>() + box * kBytes, map, column, row + box * kBoxRows,
+                      Full<Ring>());
       }
     }
   }

@@ -82,48 +82,45 @@ __device__ inline void StoreShare(const LinearArgs& args, const LinearTables& ta
 template <int kAtOnce>
 __device__ inline void AddShares(const LinearArgs& args, const LinearTables& tables, int warp,
                                  int warps) {
-  constexpr int kRows = 4;  // of the batch, 32 columns each
-  const int lane = threadIdx.x % 32;
-  int next = warp;
-  int base = 0;
+  constexpr int kColumns = 4 * 32;  // of one row of the batch
+  const int rows = args.p.rows;
+  const int columns = tables.most_boxes * kLinearBoxRows;
+  int row = warp;  // no division: it would take as long as the sums
 #pragma unroll 1
-  for (int factor = 0; factor < args.p.shape.parts * tables.segments; ++factor) {
-    const LinearFactor at = FactorAt(tables, factor);
-    const int part = at.part;
-    const int segment = at.segment;
-    const int boxes = BoxesOf(tables, at);
-    const int begin = tables.begin[segment];
-    const int end = tables.end[segment];
-    const int groups = (end - begin + kRows - 1) / kRows;
+  for (int first = 0; first < columns; first += kColumns) {
+    const int column = first + 4 * static_cast<int>(threadIdx.x % 32);
 #pragma unroll 1
-    for (; next < base + boxes * groups; next += warps) {
-      const int row = begin + (next - base) % groups * kRows + lane / 8;
-      const int column = (next - base) / groups * kLinearBoxRows + lane % 8 * 4;
-      if (row >= end || column >= tables.rank[part][segment]) continue;
-      const float scale = args.p.table.factors[ModuleIndex(args, tables.slot[segment], part)].scale;
-      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int part = 0; part < args.p.shape.parts; ++part) {
 #pragma unroll 1
-      for (int slice = 0; slice < kLinearSlices; slice += kAtOnce) {
-        float4 values[kAtOnce];
+      for (; row < rows; row += warps) {
+        const int segment = SegmentOf(tables, row);
+        if (column >= tables.rank[part][segment]) continue;
+        const float scale =
+            args.p.table.factors[ModuleIndex(args, tables.slot[segment], part)].scale;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+        for (int slice = 0; slice < kLinearSlices; slice += kAtOnce) {
+          float4 values[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          values[i] =
-              __ldcg(reinterpret_cast<const float4*>(ShareOf(args, part, row, slice + i) + column));
-        }
+          for (int i = 0; i < kAtOnce; ++i) {
+            values[i] = __ldcg(
+                reinterpret_cast<const float4*>(ShareOf(args, part, row, slice + i) + column));
+          }
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          sum.x += values[i].x;
-          sum.y += values[i].y;
-          sum.z += values[i].z;
-          sum.w += values[i].w;
+          for (int i = 0; i < kAtOnce; ++i) {
+            sum.x += values[i].x;
+            sum.y += values[i].y;
+            sum.z += values[i].z;
+            sum.w += values[i].w;
+          }
         }
+        auto* h = reinterpret_cast<__nv_bfloat162*>(
+            args.h + (static_cast<int64_t>(part) * rows + row) * args.ldh + column);
+        h[0] = __floats2bfloat162_rn(scale * sum.x, scale * sum.y);
+        h[1] = __floats2bfloat162_rn(scale * sum.z, scale * sum.w);
       }
-      auto* h = reinterpret_cast<__nv_bfloat162*>(
-          args.h + (static_cast<int64_t>(part) * args.p.rows + row) * args.ldh + column);
-      h[0] = __floats2bfloat162_rn(scale * sum.x, scale * sum.y);
-      h[1] = __floats2bfloat162_rn(scale * sum.z, scale * sum.w);
+      row -= rows;
     }
-    base += boxes * groups;
   }
 }
 

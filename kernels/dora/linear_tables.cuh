@@ -23,13 +23,17 @@ struct LinearTables {
   int32_t segments;  // at least 1
   // Boxes of kLinearBoxRows rows of A, of all factors: one of each part and segment, by part.
   int32_t boxes;
+  int32_t most_boxes;                                           // of one factor
   int32_t share[2];                                             // [first, end) of this block's
   LinearBox own[kOwnBoxes];                                     // the first ones of these
   int16_t first_box[kDoraLinearMaxParts * kDoraLinearMaxRows];  // of each factor
   int32_t slot[kDoraLinearMaxRows];
   int16_t begin[kDoraLinearMaxRows];
   int16_t end[kDoraLinearMaxRows];
-  int16_t rank[kDoraLinearMaxParts][kDoraLinearMaxRows];  // rounded up to 8
+  // Rounded up to 8; 0 beyond the segments, up to a multiple of kMostTogether.
+  int16_t rank[kDoraLinearMaxParts][kDoraLinearMaxRows];
+
+  static constexpr int kMostTogether = 4;
 };
 
 __device__ inline int64_t ModuleIndex(const LinearArgs& args, int slot, int part) {
@@ -78,8 +82,12 @@ __device__ inline LinearSegment LoadSegment(const LinearArgs& args) {
   return loaded;
 }
 
-// For the first threads of a block, at least one for each row of the batch. NumberBoxes fills in
-// the boxes.
+__device__ inline int RoundUpTo(int value, int multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// For the first warps of a block, at least one thread for each row of the batch. NumberBoxes fills
+// in the boxes.
 __device__ inline void FillTables(const LinearArgs& args, LinearTables& tables,
                                   const LinearSegment& loaded) {
   const int rows = args.p.rows;
@@ -87,13 +95,13 @@ __device__ inline void FillTables(const LinearArgs& args, LinearTables& tables,
   const int count = max(min(loaded.count, rows), 1);
   if (threadIdx.x == 0) tables.segments = count;
   const int i = static_cast<int>(threadIdx.x);
-  if (i < count) {
+  if (i < RoundUpTo(count, LinearTables::kMostTogether)) {
     const int begin = max(segment.begin, 0);
     const int end = min(segment.end, rows);
     tables.slot[i] = segment.slot;
     tables.begin[i] = static_cast<int16_t>(begin);
     tables.end[i] = static_cast<int16_t>(end);
-    const bool used = segment.slot >= 0 && end > begin && args.p.max_rank > 0;
+    const bool used = i < count && segment.slot >= 0 && end > begin && args.p.max_rank > 0;
     int rank[kDoraLinearMaxParts] = {};
 #pragma unroll
     for (int part = 0; part < kDoraLinearMaxParts; ++part) {
@@ -153,10 +161,12 @@ __device__ inline void NumberBoxes(const LinearArgs& args, LinearTables& tables)
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int factors = args.p.shape.parts * tables.segments;
   int boxes = 0;  // of all factors so far
+  int most = 0;
 #pragma unroll 1
   for (int first = 0; first < factors; first += 32) {
     const int factor = first + lane;
     const int own = factor < factors ? BoxesOf(tables, FactorAt(tables, factor)) : 0;
+    most = max(most, own);
     int sum = own;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -166,7 +176,11 @@ __device__ inline void NumberBoxes(const LinearArgs& args, LinearTables& tables)
     if (factor < factors) tables.first_box[factor] = static_cast<int16_t>(boxes + sum - own);
     boxes += __shfl_sync(0xFFFFFFFF, sum, 31);
   }
-  if (lane == 0) tables.boxes = boxes;
+  most = __reduce_max_sync(0xFFFFFFFF, most);
+  if (lane == 0) {
+    tables.boxes = boxes;
+    tables.most_boxes = most;
+  }
   const int teams = static_cast<int>(gridDim.x) / kLinearSlices;
   const int team = static_cast<int>(blockIdx.x) / kLinearSlices;
   if (lane < 2) tables.share[lane] = team < teams ? boxes * (team + lane) / teams : boxes;
@@ -188,19 +202,55 @@ __device__ inline int SegmentOf(const LinearTables& tables, int row) {
   return LastNotAfter(tables.begin, tables.segments, row);
 }
 
-// The stages of B of rows [row, row_end) of W: f(segment, part, first chunk, end).
+// A part's factors of a few segments that share stages of K: one segment, or two or four of small
+// ranks, each in its own columns of the one stage.
+struct LinearRank {
+  int part;
+  int segment;       // the first one
+  int log_together;  // 0 to 2; the last segments may be beyond the batch's, and have no rank
+
+  __device__ int together() const { return 1 << log_together; }
+  __device__ int log_columns() const { return 6 - log_together; }  // of a segment in a stage
+};
+static_assert(kLinearStageK == 1 << 6);
+
+__device__ inline LinearRank RankAt(const LinearTables& tables, int part, int segment) {
+  const int16_t* rank = tables.rank[part] + segment;
+  // One alone is fetched by the copy engine.
+  if (tables.segments == 1) return {part, segment, 0};
+  if (segment % 4 == 0 && max(max(rank[0], rank[1]), max(rank[2], rank[3])) <= kLinearStageK / 4) {
+    return {part, segment, 2};
+  }
+  const bool two = segment % 2 == 0 && max(rank[0], rank[1]) <= kLinearStageK / 2;
+  return {part, segment, two ? 1 : 0};
+}
+
+// Rows of the batch.
+__device__ inline int BeginOf(const LinearTables& tables, const LinearRank& at) {
+  return tables.begin[at.segment];
+}
+__device__ inline int EndOf(const LinearTables& tables, const LinearRank& at) {
+  return tables.end[min(at.segment + at.together(), tables.segments) - 1];
+}
+
+// The stages of B of rows [row, row_end) of W: f(rank, first chunk, end). A sum's order does not
+// depend on who shares its stage: others add zeros, and a rank begins at a step of the products.
 template <typename F>
 __device__ inline void ForEachRankRange(const LinearArgs& args, const LinearTables& tables, int row,
                                         int row_end, int split, F f) {
 #pragma unroll 1
-  for (int segment = 0; segment < tables.segments; ++segment) {
+  for (int part = 0; part < args.p.shape.parts; ++part) {
+    if (row >= args.part_begin[part + 1]) continue;
+    if (row_end <= args.part_begin[part]) break;
 #pragma unroll 1
-    for (int part = 0; part < args.p.shape.parts; ++part) {
-      if (row >= args.part_begin[part + 1]) continue;
-      if (row_end <= args.part_begin[part]) break;
-      const int chunks = (tables.rank[part][segment] + kLinearStageK - 1) / kLinearStageK;
-      f(segment, part, chunks * split >> args.plan.log_splits,
-        chunks * (split + 1) >> args.plan.log_splits);
+    for (int segment = 0; segment < tables.segments;) {
+      const LinearRank at = RankAt(tables, part, segment);
+      int rank = 0;  // several together: of the longest
+#pragma unroll 1
+      for (int i = 0; i < at.together(); ++i) rank = max(rank, tables.rank[part][segment + i]);
+      const int chunks = (rank + kLinearStageK - 1) / kLinearStageK;
+      f(at, chunks * split >> args.plan.log_splits, chunks * (split + 1) >> args.plan.log_splits);
+      segment += at.together();
     }
   }
 }

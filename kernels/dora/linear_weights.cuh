@@ -69,20 +69,22 @@ class ProjectWeights : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
       started_ = 0;
       if constexpr (!kAdapted) return;
       if constexpr (Isa::kHasCopyEngine) BarrierWait(SharedAddress(&shared_.acquired), 0);
-      ForEachRank(group, [&](int segment, int part, int first_chunk, int end_chunk) {
+      ForEachRank(group, [&](const LinearRank& at, int first_chunk, int end_chunk) {
         if (first_chunk == end_chunk) return;  // no rank, so maybe no slot either
-        const bool has_part = HasPart(row, part);
-        const auto b = MatrixOfB<Isa>(args_, tables_.slot[segment], part);
+        // Those that share a stage come with the batch.
+        const bool is_mine = at.log_together == 0 && HasPart(row, at.part);
+        const int slot = is_mine ? tables_.slot[at.segment] : 0;  // else any
+        const auto b = MatrixOfB<Isa>(args_, slot, at.part);
         ForEachStage(first_chunk, end_chunk, [&](int chunk, int count) {
           wait_for_room();
-          if (has_part) {
+          if (is_mine) {
             Isa::Expect(ring_.weights_full(), count * Config::kChunkBytes);
             // Rows of other parts are out of bounds: zero.
 #pragma unroll 1
             for (int i = 0; i < count; ++i) {
               FetchBoxes<kPanel / kLinearBoxRows>(ring_.weights() + i * Config::kChunkBytes, b,
                                                   (chunk + i) * kLinearStageK,
-                                                  row - args_.part_begin[part]);
+                                                  row - args_.part_begin[at.part]);
             }
             Isa::Complete(ring_.weights_full());
           } else {

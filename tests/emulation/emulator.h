@@ -205,6 +205,10 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   const int other = static_cast<int>(threadIdx.x % 32) ^ mask;
   return dorad::emulation::Exchange(value, [other](const T* all) { return all[other]; });
 }
+inline int __reduce_max_sync(unsigned, int value) {
+  return dorad::emulation::Exchange(
+      value, [](const int* all) { return *std::max_element(all, all + 32); });
+}
 inline bool __all_sync(unsigned, bool value) {
   return dorad::emulation::Exchange(value, [](const bool* all) {
     return std::all_of(all, all + 32, [](bool each) { return each; });

@@ -65,7 +65,7 @@ class Layer : public RandomLayer {
     std::vector<Bf16> h(size_t{1} * rows_ * columns, __float2bfloat16(NAN));
     const int panels = CeilDiv(out_, kN);
     args_.shares_rows = shares_rows;
-    args_.box_rows = shares_rows ? kPrefillTileRows / 2 : kPrefillTileRows;
+    const int box_rows = shares_rows ? kPrefillTileRows / 2 : kPrefillTileRows;
     args_.tile_bands = CeilDiv(rows_, shares_rows ? kPrefillTileRows : kPrefillBandRows);
     args_.tile_panels = shares_rows ? CeilDiv(panels, 2) : panels;
     args_.group = std::min(args_.tile_bands, 8);
@@ -78,8 +78,8 @@ class Layer : public RandomLayer {
     args_.p.y = y_fp32 ? static_cast<void*>(y.data()) : static_cast<void*>(rounded.data());
     const int in = case_.shape.in;
     const CUtensorMap w_map = MapOf(w_.data(), out_, in, in, kN / 2);
-    const CUtensorMap x_map = MapOf(x_.data(), rows_, in, in, args_.box_rows);
-    const CUtensorMap h_map = MapOf(h.data(), rows_, columns, columns, args_.box_rows);
+    const CUtensorMap x_map = MapOf(x_.data(), rows_, in, in, box_rows);
+    const CUtensorMap h_map = MapOf(h.data(), rows_, columns, columns, box_rows);
     int delay = static_cast<int>(random_() % 200);  // until x is there
     Grid grid(
         2 * case_.clusters, kPrefillThreads, 2, kDynamic + PrefillConfig<kN>::kDynamicBytes,

@@ -327,6 +327,7 @@ const Case kCases[] = {
     {"SeveralShortPanelsABlock", {128, 2, {800, 620}}, {32, 1, 1}, {{24, 70}, {100, 0}, {8, 40}}},
     {"HalvesOfUnevenWidth", {640, 1, {290}}, {96, 2, 1}, {{64}, {130}, {8}}},
     {"WidePanels", {128, 1, {250}}, {192, 1, 2}, {{16}, {24}, {130}}},
+    {"RanksThatShareAStage", {256, 2, {96, 130}}, {64, 2, 1}, {{16, 8}, {12, 30}, {5, 25}}},
 };
 
 std::string NameOf(KernelIsa isa) { return isa == KernelIsa::kSm90 ? "Sm90" : "Mma"; }

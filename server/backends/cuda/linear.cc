@@ -37,9 +37,14 @@ bool WantsLibrary(const LinearGroup& group) { return WorkspaceBytes(group, 1) ==
 constexpr int64_t kMostRowsInBlocks = 288;
 static_assert(kMostRowsInBlocks >= kernels::kDoraLinearMaxRows);
 
-// Whether all rows can go through one launch.
+// With fewer rows than that for each adapter, too: a tile multiplies by each of its adapters.
+constexpr int64_t kRowsOfAnAdapter = 40;
+
+// Whether all rows can go through one launch, and should.
 bool TakenAtOnce(const LinearGroup& group, const LinearRows& rows) {
-  return rows.rows > kMostRowsInBlocks && rows.ranges.size() <= kernels::kPrefillMaxSegments &&
+  const auto ranges = static_cast<int64_t>(rows.ranges.size());
+  return rows.rows > kMostRowsInBlocks && ranges <= kernels::kPrefillMaxSegments &&
+         (ranges == 1 || ranges * kRowsOfAnAdapter <= rows.rows) &&
          kernels::DoraLinearPrefillWorkspaceBytes(ShapeOf(group), static_cast<int>(rows.rows),
                                                   kMaxRank) > 0;
 }
