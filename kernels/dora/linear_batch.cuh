@@ -120,20 +120,30 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
       });
       if (!HasPanel()) return;
       if constexpr (!kAdapted) return;
+      bool has_stages = false;
       bool has_met = false;
       int turn = 0;
       ForEachRank(group, [&](const LinearRank& at, int first_chunk, int end_chunk) {
         const bool has_part = HasPart(row, at.part);
         ForEachStage(first_chunk, end_chunk, [&](int chunk, int count) {
-          if (!has_met) MeetForH(producer);
-          has_met = true;
+          has_stages = true;
           if (turn == producer) {
+            // Addresses before the wait for h.
+            Rows rows = RowsOfH(ring_.batch(), at, chunk * kLinearStageK);
+            if (!has_met) MeetForH(producer);
+            has_met = true;
             ring_.WaitEmpty();
+            // One loop for h and B: code comes from memory, too.
+            const int copies = !has_part ? 0 : at.log_together > 0 ? count + 1 : count;
 #pragma unroll 1
-            for (int i = 0; i < count && has_part; ++i) {
-              CopyH(ring_.batch() + i * x_bytes_, at, (chunk + i) * kLinearStageK);
+            for (int i = 0; i < copies; ++i) {
+              if (i == count) {
+                rows = RowsOfB(ring_.weights(), at, row);
+              } else if (i > 0) {
+                rows = RowsOfH(ring_.batch() + i * x_bytes_, at, (chunk + i) * kLinearStageK);
+              }
+              Copy(rows);
             }
-            if (has_part && at.log_together > 0) CopyB(ring_.weights(), at, row);
             BarrierHoldForCopies(ring_.batch_full());
             __syncwarp();
             if (lane_ == 0) BarrierArrive(ring_.batch_full());
@@ -142,6 +152,7 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
           ring_.Advance();
         });
       });
+      if (has_stages && !has_met) MeetForH(producer);
     });
     if (HasShares() && producer == 1 && lane_ == 0) Leave();
   }
@@ -215,50 +226,56 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
     return {segment, k, k < tables_.rank[at.part][segment]};
   }
 
-  // Columns k0.. of h, zero in rows outside of their segment: of the tiles that have rows of the
-  // segments. One warp, four rows at a time.
-  __device__ void CopyH(uint32_t tile, const LinearRank& at, int k0) const {
+  // Rows that a warp copies into a stage, four at a time: [begin, begin + count) as they are, the
+  // others as zeros.
+  struct Rows {
+    uint32_t to;                // of the lane's first one
+    const __nv_bfloat16* from;  // the same
+    int64_t step;               // elements between four rows
+    int row;                    // the lane's first one
+    int end;
+    int begin;
+    uint32_t count;
+  };
+
+  // Columns k0.. of h in `tile`, where rows of other segments are zero: of the tiles that have rows
+  // of the segments.
+  __device__ Rows RowsOfH(uint32_t tile, const LinearRank& at, int k0) const {
     const Column column = ColumnAt(at, k0);
-    const int begin = column.has_rank ? tables_.begin[column.segment] : 0;
-    const uint32_t count = column.has_rank ? tables_.end[column.segment] - begin : 0;
-    const int last = min((EndOf(tables_, at) + 63) / 64 * 64, args_.x_rows);
-    int row = BeginOf(tables_, at) / 64 * 64 + lane_ / 8;
-    const __nv_bfloat16* from =
-        args_.h + (static_cast<int64_t>(at.part) * args_.p.rows + row) * args_.ldh + column.k;
-    const int64_t step = 4 * static_cast<int64_t>(args_.ldh);
-    uint32_t to = tile + row * 128 + ((lane_ ^ row) % 8 << 4);
-#pragma unroll 4
-    for (; row < last; row += 4) {
-      const bool valid = static_cast<uint32_t>(row - begin) < count;
-      CopyAsync16(to, valid ? from : args_.h, valid);
-      from += step;
-      to = (to + 4 * 128) ^ 64;  // the swizzle of the row four further on
-    }
+    const int begin = tables_.begin[column.segment];
+    const int row = BeginOf(tables_, at) / 64 * 64 + lane_ / 8;
+    return {tile + row * 128 + ((lane_ ^ row) % 8 << 4),
+            args_.h + (static_cast<int64_t>(at.part) * args_.p.rows + row) * args_.ldh + column.k,
+            4 * static_cast<int64_t>(args_.ldh),
+            row,
+            min((EndOf(tables_, at) + 63) / 64 * 64, args_.x_rows),
+            begin,
+            column.has_rank ? static_cast<uint32_t>(tables_.end[column.segment] - begin) : 0};
   }
 
-  // A panel's rows of the factors that share a stage, as the copy engine would place them; zero
-  // where there is no rank, and in rows of other parts. `w_row`: of W. One warp.
-  __device__ void CopyB(uint32_t tile, const LinearRank& at, int w_row) const {
+  // A panel's rows, from `w_row` of W on, of factors that share a stage, as the copy engine would
+  // place them; rows of other parts are zero.
+  __device__ Rows RowsOfB(uint32_t tile, const LinearRank& at, int w_row) const {
     const Column column = ColumnAt(at, 0);
-    const __nv_bfloat16* from = args_.h;  // any address
-    int64_t step = 0;
-    uint32_t count = 0;  // of rows
-    int row = w_row - args_.part_begin[at.part] + lane_ / 8;
-    if (column.has_rank) {
-      const DoraFactors& f =
-          args_.p.table.factors[ModuleIndex(args_, tables_.slot[column.segment], at.part)];
-      from = f.b + static_cast<int64_t>(row) * f.ldb + column.k;
-      step = 4 * static_cast<int64_t>(f.ldb);
-      count = args_.p.shape.out[at.part];
-    }
-    uint32_t to = tile + lane_ / 8 * 128 + ((lane_ ^ lane_ / 8) % 8 << 4);
+    const int slot = column.has_rank ? tables_.slot[column.segment] : 0;  // else any
+    const DoraFactors& f = args_.p.table.factors[ModuleIndex(args_, slot, at.part)];
+    const int row = w_row - args_.part_begin[at.part] + lane_ / 8;
+    return {tile + lane_ / 8 * 128 + ((lane_ ^ lane_ / 8) % 8 << 4),
+            f.b + static_cast<int64_t>(row) * f.ldb + column.k,
+            4 * static_cast<int64_t>(f.ldb),
+            row,
+            row - lane_ / 8 + kPanel,
+            0,
+            column.has_rank ? static_cast<uint32_t>(args_.p.shape.out[at.part]) : 0};
+  }
+
+  __device__ void Copy(Rows rows) const {
 #pragma unroll 4
-    for (int i = 0; i < kPanel; i += 4) {
-      const bool valid = static_cast<uint32_t>(row) < count;
-      CopyAsync16(to, valid ? from : args_.h, valid);
-      row += 4;
-      from += step;
-      to = (to + 4 * 128) ^ 64;  // the swizzle of the row four further on
+    for (; rows.row < rows.end; rows.row += 4) {
+      const bool valid = static_cast<uint32_t>(rows.row - rows.begin) < rows.count;
+      CopyAsync16(rows.to, valid ? rows.from : args_.h, valid);
+      rows.from += rows.step;
+      rows.to = (rows.to + 4 * 128) ^ 64;  // the swizzle of the row four further on
     }
   }
 };

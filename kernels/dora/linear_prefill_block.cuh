@@ -215,10 +215,14 @@ class PrefillBlock {
   __device__ static int FirstRow(int band) {
     return band * kPrefillBandRows + BlockRank() * kPrefillTileRows;
   }
-  // Of a tile: the block's first row of the batch, and of W.
-  __device__ int TileRow(int band) const {
-    return args_.shares_rows ? band * kPrefillTileRows : FirstRow(band);
+  // Of a tile: a block's first row of the batch, and this block's of W. The last tiles overlap
+  // those before them: rows beyond the batch would take longer to fetch. Both store the same.
+  __device__ int TileRow(int band, int block) const {
+    const int row = args_.shares_rows ? band * kPrefillTileRows
+                                      : band * kPrefillBandRows + block * kPrefillTileRows;
+    return max(min(row, args_.p.rows - kPrefillTileRows), 0);
   }
+  __device__ int TileRow(int band) const { return TileRow(band, BlockRank()); }
   __device__ int TileColumn(int panel) const {
     return (args_.shares_rows ? 2 * panel + BlockRank() : panel) * kN;
   }
@@ -322,8 +326,8 @@ class PrefillBlock {
   __device__ void ForEachRankRange(int band, int panel, int split, F f) const {
     if (tables_.panels == 0) return;
     const int blocks = args_.shares_rows ? 2 : 1;
-    const int row = band * (kPrefillBandRows / blocks);
-    const int row_end = row + kPrefillBandRows / blocks;
+    const int row = TileRow(band, 0);
+    const int row_end = TileRow(band, 1) + kPrefillTileRows;
     const int w_row = panel * blocks * kN;
     const int w_end = w_row + blocks * kN;
 #pragma unroll 1

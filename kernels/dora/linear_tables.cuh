@@ -217,11 +217,11 @@ static_assert(kLinearStageK == 1 << 6);
 __device__ inline LinearRank RankAt(const LinearTables& tables, int part, int segment) {
   const int16_t* rank = tables.rank[part] + segment;
   // One alone is fetched by the copy engine.
-  if (tables.segments == 1) return {part, segment, 0};
+  if (tables.segments == 1 || rank[0] > kLinearStageK / 2) return {part, segment, 0};
   if (segment % 4 == 0 && max(max(rank[0], rank[1]), max(rank[2], rank[3])) <= kLinearStageK / 4) {
     return {part, segment, 2};
   }
-  const bool two = segment % 2 == 0 && max(rank[0], rank[1]) <= kLinearStageK / 2;
+  const bool two = segment % 2 == 0 && rank[1] <= kLinearStageK / 2;
   return {part, segment, two ? 1 : 0};
 }
 
@@ -245,9 +245,9 @@ __device__ inline void ForEachRankRange(const LinearArgs& args, const LinearTabl
 #pragma unroll 1
     for (int segment = 0; segment < tables.segments;) {
       const LinearRank at = RankAt(tables, part, segment);
-      int rank = 0;  // several together: of the longest
+      int rank = tables.rank[part][segment];  // of several together the longest
 #pragma unroll 1
-      for (int i = 0; i < at.together(); ++i) rank = max(rank, tables.rank[part][segment + i]);
+      for (int i = 1; i < at.together(); ++i) rank = max(rank, tables.rank[part][segment + i]);
       const int chunks = (rank + kLinearStageK - 1) / kLinearStageK;
       f(at, chunks * split >> args.plan.log_splits, chunks * (split + 1) >> args.plan.log_splits);
       segment += at.together();

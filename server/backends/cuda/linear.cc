@@ -32,18 +32,15 @@ size_t WorkspaceBytes(const LinearGroup& group, int rows) {
 
 bool WantsLibrary(const LinearGroup& group) { return WorkspaceBytes(group, 1) == 0; }
 
-// The most rows for which reading the weights once for each block is faster than one launch, whose
-// tiles are of 128 rows. The results are the same.
-constexpr int64_t kMostRowsInBlocks = 288;
-static_assert(kMostRowsInBlocks >= kernels::kDoraLinearMaxRows);
-
-// With fewer rows than that for each adapter, too: a tile multiplies by each of its adapters.
+// With fewer rows than that for each adapter, reading the weights once for each block is faster
+// than one launch for all rows, whose tiles multiply by each of their adapters. The results are the
+// same.
 constexpr int64_t kRowsOfAnAdapter = 40;
 
 // Whether all rows can go through one launch, and should.
 bool TakenAtOnce(const LinearGroup& group, const LinearRows& rows) {
   const auto ranges = static_cast<int64_t>(rows.ranges.size());
-  return rows.rows > kMostRowsInBlocks && ranges <= kernels::kPrefillMaxSegments &&
+  return rows.rows > kernels::kSegmentBlockRows && ranges <= kernels::kPrefillMaxSegments &&
          (ranges == 1 || ranges * kRowsOfAnAdapter <= rows.rows) &&
          kernels::DoraLinearPrefillWorkspaceBytes(ShapeOf(group), static_cast<int>(rows.rows),
                                                   kMaxRank) > 0;
