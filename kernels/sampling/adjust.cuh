@@ -88,8 +88,9 @@ struct Adjuster {
 };
 
 // Replaces the block's logits.
-__device__ __noinline__ void AdjustShare(const Row& row, const Adjuster& a) {
-  RowShared* const s = Shared();
+template <typename Place>
+__device__ __noinline__ void AdjustShare(const Row<Place>& row, const Adjuster& a) {
+  RowShared<Place>* const s = Shared<Place>();
   const int threads = static_cast<int>(blockDim.x);
   const int thread = static_cast<int>(threadIdx.x);
   __syncthreads();
@@ -103,7 +104,7 @@ __device__ __noinline__ void AdjustShare(const Row& row, const Adjuster& a) {
   }
   const int begin = row.IdAt(0);
   const int end = min(begin + row.own * kChunk, row.vocabulary);
-  const auto at = [begin](int32_t id) -> float& { return Share()[id - begin]; };
+  const auto at = [begin, &row](int32_t id) -> float& { return Share(row)[id - begin]; };
   if (a.how.allowed_count > 0) {
     for (int id = begin + thread; id < end; id += threads) {
       if (!a.Allows(id)) at(id) = -Infinity();
@@ -128,7 +129,9 @@ __device__ __noinline__ void AdjustShare(const Row& row, const Adjuster& a) {
 }
 
 // The logit of one id, the same for all lanes, from the row's x. For a warp, after AdjustShare.
-__device__ inline float AdjustedByWarp(const Row& row, const Adjuster& a, float x, int32_t id) {
+template <typename Place>
+__device__ inline float AdjustedByWarp(const Row<Place>& row, const Adjuster& a, float x,
+                                       int32_t id) {
   if (!a.on) return x;
   if (a.how.allowed_count > 0 && !a.Allows(id)) x = -Infinity();
   uint32_t bias = 0;  // bits

@@ -13,7 +13,8 @@ namespace dorad::kernels {
 static_assert(kGroupSize == kWarp && kMostChunks * kChunk < 1 << kDrawnIdBits);
 
 // The sum of the row's chunk sums, the same for all lanes of a warp.
-__device__ inline double Total(const Row& row, const float* sums) {
+template <typename Place>
+__device__ inline double Total(const Row<Place>& row, const float* sums) {
   double sum = 0.0;
   const int each = (row.chunks + kWarp - 1) / kWarp;
   for (int i = 0; i < each; ++i) {
@@ -24,7 +25,8 @@ __device__ inline double Total(const Row& row, const float* sums) {
 }
 
 // Roughly the same, and the same in all warps of all blocks.
-__device__ inline float RoughTotal(const Row& row, const float* sums) {
+template <typename Place>
+__device__ inline float RoughTotal(const Row<Place>& row, const float* sums) {
   float sum = 0.0f;
   for (int chunk = row.lane; chunk < row.chunks; chunk += kWarp) sum += sums[chunk];
   for (int mask = kWarp / 2; mask > 0; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
@@ -45,8 +47,9 @@ __device__ inline bool Won(Ranked drawn, float limit) {
 __device__ inline float RoughWeight(float distance) { return __expf(distance); }
 
 // Fills the block's group_words, for Draw after __syncthreads.
-__device__ inline void FillNoise(const Row& row, const Noise& noise) {
-  uint4* const words = reinterpret_cast<uint4*>(Shared()->group_words);
+template <typename Place>
+__device__ inline void FillNoise(const Row<Place>& row, const Noise& noise) {
+  uint4* const words = reinterpret_cast<uint4*>(Shared<Place>()->group_words);
   for (int i = threadIdx.x; i < row.own * kWarp / 4; i += blockDim.x) {
     words[i] = NoiseWords(noise, kGroups | static_cast<uint32_t>(row.first * kWarp / 4 + i));
   }
@@ -54,7 +57,8 @@ __device__ inline void FillNoise(const Row& row, const Noise& noise) {
 
 // The best candidate below the limit in some groups of an own chunk, bits of `groups`. word: of the
 // lane's group. For a warp; each lane has its own best.
-__device__ inline Ranked DrawFromGroups(const Row& row, const Noise& noise,
+template <typename Place>
+__device__ inline Ranked DrawFromGroups(const Row<Place>& row, const Noise& noise,
                                         const Tempered& tempered, float maximum, float limit,
                                         Ranked last, int chunk, uint32_t groups, uint32_t word) {
   constexpr int kParts = 8;  // lanes of a group, with four members each
@@ -75,7 +79,7 @@ __device__ inline Ranked DrawFromGroups(const Row& row, const Noise& noise,
       const uint4 words = NoiseWords({seed, noise.position, noise.sample_index},
                                      kMembers | (index * kParts + part));
       const int offset = part * (kChunk / kParts) + 2 * group;
-      const float* const x = Share() + chunk * kChunk + offset;
+      const float* const x = Share(row) + chunk * kChunk + offset;
       for (int i = 0; i < 4; ++i) {
         const int at = i / 2 * 2 * kWarp + i % 2;
         const int32_t id = row.IdAt(chunk) + offset + at;
@@ -96,9 +100,10 @@ __device__ inline Ranked DrawFromGroups(const Row& row, const Noise& noise,
 
 // Draws from the candidates ranked at least `last`. tempered: how the blocks' logits become z;
 // total: roughly their sum of weights, the same for all threads. For all blocks.
-__device__ inline int32_t Draw(Row& row, const Noise& noise, const Tempered& tempered,
+template <typename Place>
+__device__ inline int32_t Draw(Row<Place>& row, const Noise& noise, const Tempered& tempered,
                                float maximum, float total, Ranked last) {
-  const RowShared* const s = Shared();
+  const RowShared<Place>* const s = Shared<Place>();
   for (float limit = kFirstLimit / total;; limit *= kNextLimit) {
     Ranked best = 0;
     for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
@@ -111,7 +116,7 @@ __device__ inline int32_t Draw(Row& row, const Noise& noise, const Tempered& tem
                  DrawFromGroups(row, noise, tempered, maximum, limit, last, chunk, groups, word));
     }
     const Ranked* const all = Exchange(row, BlockMax(row, best));
-    for (int i = 0; i < kCluster; ++i) best = max(best, all[i]);
+    for (int i = 0; i < Place::kBlocks; ++i) best = max(best, all[i]);
     if (Won(best, limit)) return DrawnId(best);
   }
 }
@@ -139,10 +144,11 @@ __device__ inline Ranked DrawIfBelow(const Noise& noise, Ranked ranked, float ma
 
 // Top-k, top-p, min-p and the draw over the first `count` candidates, sorted in the list. `total`:
 // of all weights of the row, for top-p without top-k. For the first block.
-__device__ __noinline__ Kept DrawFromList(const Row& row, const Wanted& wanted, float maximum,
-                                          int count, double total) {
+template <typename Place>
+__device__ __noinline__ Kept DrawFromList(const Row<Place>& row, const Wanted& wanted,
+                                          float maximum, int count, double total) {
   constexpr int kEach = kListed / kScanThreads;
-  RowShared* const s = Shared();
+  RowShared<Place>* const s = Shared<Place>();
   SortList(row, count);
   if (wanted.top_k > 0) count = min(count, wanted.top_k);
   const int begin = static_cast<int>(threadIdx.x) * kEach;
@@ -207,7 +213,8 @@ __device__ __noinline__ Kept DrawFromList(const Row& row, const Wanted& wanted, 
 }
 
 // The same when too many candidates remain for a list. For all blocks.
-__device__ __noinline__ Kept DrawFromMany(Row& row, const Wanted& wanted, float maximum) {
+template <typename Place>
+__device__ __noinline__ Kept DrawFromMany(Row<Place>& row, const Wanted& wanted, float maximum) {
   Ranked bound = 0;
   if (wanted.top_k > 0) bound = SelectByMeasure(row, maximum, false, wanted.top_k);
   if (wanted.top_p < 1.0f) {

@@ -102,8 +102,8 @@ __device__ inline double DrawnValue(Ranked drawn) {
   return static_cast<double>(drawn >> kDrawnIdBits) * 0x1p-37 - 64.0;
 }
 // distance: the logit less the largest. Of the high words of the id's group and of itself.
-__device__ __noinline__ Ranked Drawn(const Noise noise, int32_t id, double distance,
-                                     uint32_t group_word, uint32_t word) {
+__device__ __noinline__ inline Ranked Drawn(const Noise noise, int32_t id, double distance,
+                                            uint32_t group_word, uint32_t word) {
   const int group = GroupOf(id);
   const int member = MemberOf(id);
   const uint64_t high = group_word >> 5;

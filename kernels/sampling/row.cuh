@@ -1,34 +1,32 @@
-// One row of logits in the shared memory of a cluster of blocks: loading, sums, and communication
-// between the blocks. Internal to kernels/sampling.
+// One row of logits in the memory of the blocks that work on it: sums, and communication between
+// the blocks. Internal to kernels/sampling.
 //
-// The row is cut into *chunks* of 1024 logits; block i of the cluster holds an equal, contiguous
+// The row is cut into *chunks* of 1024 logits; each of the row's blocks has an equal, contiguous
 // share of them. A warp works on a chunk. All functions are for all threads of all blocks of the
-// cluster unless they say otherwise.
+// row unless they say otherwise.
+//
+// Place: where the row lies, in_cluster.cuh or in_block.cuh. No sum depends on it.
 #pragma once
-
-#include <cooperative_groups.h>
 
 #include <cstdint>
 
-#include "kernels/isa/barrier.cuh"
-#include "kernels/isa/sm90/copy.cuh"
 #include "kernels/sampling/numbers.cuh"
 
 namespace dorad::kernels {
 
-constexpr int kCluster = 8;
 constexpr int kChunk = 1024;
-constexpr int kMostShare = 48;  // chunks of one block
-constexpr int kMostChunks = kCluster * kMostShare;
+constexpr int kMostChunks = 384;
 constexpr int kListed = 2048;  // candidates that a list takes
 constexpr int kWarp = 32;
 constexpr int kScanThreads = 256;  // least threads of a block
 
 // A block's shared memory beside the logits. Members of the first block only are marked so; all
 // blocks write to those of the first block.
+template <typename Place>
 struct RowShared {
-  uint64_t landed[kMostShare];
-  Ranked exchange[2][kCluster];
+  static constexpr int kMostShare = kMostChunks / Place::kBlocks;  // chunks of one block
+  uint64_t landed[Place::kBarriers];
+  Ranked exchange[2][Place::kBlocks];
   float chunk_max[kMostShare];
   float raw_sums[kMostChunks];
   float sums[kMostChunks];
@@ -58,26 +56,23 @@ struct RowShared {
   int32_t token;
 };
 
-// A kernel's dynamic shared memory: RowShared, then this block's logits, -inf beyond the
-// vocabulary, then the groups' maxima. By name and not by pointer, so that the compiler knows the
-// memory.
-constexpr size_t kShareOffset = (sizeof(RowShared) + 127) / 128 * 128;
-constexpr size_t SharedBytes(int share) {
-  return kShareOffset + sizeof(float) * (kChunk + kWarp) * share;
-}
-static_assert(SharedBytes(kMostShare) <= 227 * 1024);
+// A kernel's dynamic shared memory: RowShared, and what the place puts after it. By name and not by
+// pointer, so that the compiler knows the memory.
 extern __shared__ __align__(128) unsigned char row_memory[];
-__device__ inline RowShared* Shared() { return reinterpret_cast<RowShared*>(row_memory); }
-__device__ inline float* Share() { return reinterpret_cast<float*>(row_memory + kShareOffset); }
+template <typename Place>
+__device__ inline RowShared<Place>* Shared() {
+  return reinterpret_cast<RowShared<Place>*>(row_memory);
+}
 
-struct Row {
+template <typename Place>
+struct Row : Place::Memory {
   const float* x;
   int vocabulary;
   int chunks;     // of the row
   int own;        // of this block
   int share;      // the most that a block has
   int first;      // index of its first chunk
-  int rank;       // of this block in the cluster
+  int rank;       // of this block among the row's
   int phase = 0;  // of Exchange
   int lane, warp, warps;
 
@@ -85,23 +80,24 @@ struct Row {
   __device__ int IdAt(int chunk) const { return (first + chunk) * kChunk; }
 };
 
-// The largest of the 32 ids that a lane has of an own chunk, which are a group of noise.cuh: at
-// least what is drawn from.
-__device__ inline float& GroupMax(const Row& row, int chunk) {
-  return Share()[row.share * kChunk + chunk * kWarp + row.lane];
+// The block's logits, -inf beyond the vocabulary, then the groups' maxima.
+template <typename Place>
+__device__ inline float* Share(const Row<Place>& row) {
+  return Place::Logits(row);
 }
 
-template <typename T>
-__device__ inline T* Remote(T* local, int rank) {
-  return cooperative_groups::this_cluster().map_shared_rank(local, rank);
+// The largest of the 32 ids that a lane has of an own chunk, which are a group of noise.cuh: at
+// least what is drawn from.
+template <typename Place>
+__device__ inline float& GroupMax(const Row<Place>& row, int chunk) {
+  return Share(row)[row.share * kChunk + chunk * kWarp + row.lane];
 }
-__device__ inline void ClusterSync() { cooperative_groups::this_cluster().sync(); }
 
 // Calls f(z, id) for the lane's elements of an own chunk: pairs of neighbours, 64 elements apart.
 constexpr int kPairs = kChunk / (2 * kWarp);
-template <typename F>
-__device__ inline void ForLane(const Row& row, int chunk, F f) {
-  const float2* at = reinterpret_cast<const float2*>(Share() + chunk * kChunk) + row.lane;
+template <typename Place, typename F>
+__device__ inline void ForLane(const Row<Place>& row, int chunk, F f) {
+  const float2* at = reinterpret_cast<const float2*>(Share(row) + chunk * kChunk) + row.lane;
   const int id = row.IdAt(chunk) + 2 * row.lane;
 #pragma unroll 4
   for (int i = 0; i < kPairs; ++i) {
@@ -112,8 +108,8 @@ __device__ inline void ForLane(const Row& row, int chunk, F f) {
 }
 
 // The same over all own chunks of the warp, without ids beyond the vocabulary.
-template <typename F>
-__device__ inline void ForAll(const Row& row, F f) {
+template <typename Place, typename F>
+__device__ inline void ForAll(const Row<Place>& row, F f) {
   for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
     ForLane(row, chunk, [&](float z, int id) {
       if (id < row.vocabulary) f(z, id);
@@ -134,9 +130,10 @@ __device__ inline float WarpMaxOrNan(float x) {
 }
 
 // For a warp.
-__device__ inline void LoadChunk(const Row& row, int chunk) {
+template <typename Place>
+__device__ inline void LoadChunk(const Row<Place>& row, int chunk) {
   const int id = row.IdAt(chunk);
-  float* to = Share() + chunk * kChunk;
+  float* to = Share(row) + chunk * kChunk;
   const int left = row.vocabulary - id;
 #pragma unroll 16
   for (int i = 0; i < kChunk; i += kWarp) {
@@ -145,37 +142,10 @@ __device__ inline void LoadChunk(const Row& row, int chunk) {
   }
 }
 
-// Starts the copy of the warp's chunks; whole ones of aligned rows by the copy engine. For a warp.
-__device__ inline void StartLoad(const Row& row) {
-  const bool aligned = (reinterpret_cast<uintptr_t>(row.x) & 15) == 0;
-  for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
-    const int id = row.IdAt(chunk);
-    float* to = Share() + chunk * kChunk;
-    const uint32_t landed = SharedAddress(&Shared()->landed[chunk]);
-    if (aligned && id + kChunk <= row.vocabulary) {
-      if (row.lane == 0) {
-        BarrierInit(landed, 1);
-        BarrierInitFence();
-        BarrierArriveExpect(landed, kChunk * sizeof(float));
-        asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-            "[%3];" ::"r"(SharedAddress(to)),
-            "l"(row.x + id), "r"(static_cast<uint32_t>(kChunk * sizeof(float))), "r"(landed)
-            : "memory");
-      }
-      continue;
-    }
-    if (row.lane == 0) BarrierInit(landed, 1);
-    LoadChunk(row, chunk);
-    __syncwarp();
-    if (row.lane == 0) BarrierArrive(landed);
-  }
-  __syncwarp();
-}
-
 // Fills the chunk's GroupMax, too. For a warp.
-__device__ inline float ChunkMax(const Row& row, int chunk) {
-  const float2* at = reinterpret_cast<const float2*>(Share() + chunk * kChunk) + row.lane;
+template <typename Place>
+__device__ inline float ChunkMax(const Row<Place>& row, int chunk) {
+  const float2* at = reinterpret_cast<const float2*>(Share(row) + chunk * kChunk) + row.lane;
   float a = -Infinity();
   float b = -Infinity();
 #pragma unroll 8
@@ -196,8 +166,9 @@ __device__ inline Ranked WarpMax(Ranked value) {
   return value;
 }
 // The largest of one block's values, for its first warp; 0 for others.
-__device__ inline Ranked BlockMax(const Row& row, Ranked value) {
-  Ranked* const reduced = Shared()->reduced;
+template <typename Place>
+__device__ inline Ranked BlockMax(const Row<Place>& row, Ranked value) {
+  Ranked* const reduced = Shared<Place>()->reduced;
   if (__any_sync(~0u, value != 0)) value = WarpMax(value);
   if (row.lane == 0) reduced[row.warp] = value;
   __syncthreads();
@@ -206,39 +177,41 @@ __device__ inline Ranked BlockMax(const Row& row, Ranked value) {
 
 // Collects a value from every block; all threads may read the values until the next but one
 // Exchange. `value` is of thread 0.
-__device__ inline const Ranked* Exchange(Row& row, Ranked value) {
-  Ranked* const slots = Shared()->exchange[row.phase];
+template <typename Place>
+__device__ inline const Ranked* Exchange(Row<Place>& row, Ranked value) {
+  Ranked* const slots = Shared<Place>()->exchange[row.phase];
   row.phase ^= 1;
   if (row.warp == 0) {
     value = __shfl_sync(~0u, value, 0);
-    if (row.lane < kCluster) *Remote(slots + row.rank, row.lane) = value;
+    if (row.lane < Place::kBlocks) *Place::Remote(slots + row.rank, row.lane) = value;
   }
-  ClusterSync();
+  Place::Sync();
   return slots;
 }
 
 // The row's maximum, NaN if the row has one. Fills chunk_max and GroupMax. wait: for the chunks to
 // land.
-__device__ inline float RowMax(Row& row, bool wait) {
+template <typename Place>
+__device__ inline float RowMax(Row<Place>& row, bool wait) {
   float warp_max = -Infinity();
   for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
-    if (wait) BarrierWait(SharedAddress(&Shared()->landed[chunk]), 0);
+    if (wait) Place::AwaitChunk(chunk);
     const float chunk_max = ChunkMax(row, chunk);
-    if (row.lane == 0) Shared()->chunk_max[chunk] = chunk_max;
+    if (row.lane == 0) Shared<Place>()->chunk_max[chunk] = chunk_max;
     warp_max = MaxOrNan(warp_max, chunk_max);
   }
-  if (row.lane == 0) Shared()->reduced[row.warp] = __float_as_uint(warp_max);
+  if (row.lane == 0) Shared<Place>()->reduced[row.warp] = __float_as_uint(warp_max);
   __syncthreads();
   float block_max = -Infinity();
   if (row.warp == 0) {
     if (row.lane < row.warps) {
-      block_max = __uint_as_float(static_cast<uint32_t>(Shared()->reduced[row.lane]));
+      block_max = __uint_as_float(static_cast<uint32_t>(Shared<Place>()->reduced[row.lane]));
     }
     block_max = WarpMaxOrNan(block_max);
   }
   const Ranked* all = Exchange(row, __float_as_uint(block_max));
   float maximum = -Infinity();
-  for (int i = 0; i < kCluster; ++i) {
+  for (int i = 0; i < Place::kBlocks; ++i) {
     maximum = MaxOrNan(maximum, __uint_as_float(static_cast<uint32_t>(all[i])));
   }
   return maximum;
@@ -255,10 +228,11 @@ __device__ inline float SumColumns(float a, float b) {
 }
 
 // To every block's raw_sums or sums, for each chunk: Σ exp(z - maximum). Complete after the next
-// ClusterSync.
-__device__ inline void SumExp(const Row& row, float maximum, float* sums) {
+// Sync of the place.
+template <typename Place>
+__device__ inline void SumExp(const Row<Place>& row, float maximum, float* sums) {
   for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
-    const float2* at = reinterpret_cast<const float2*>(Share() + chunk * kChunk) + row.lane;
+    const float2* at = reinterpret_cast<const float2*>(Share(row) + chunk * kChunk) + row.lane;
     float a = 0.0f;
     float b = 0.0f;
 #pragma unroll 8
@@ -268,15 +242,15 @@ __device__ inline void SumExp(const Row& row, float maximum, float* sums) {
       b += Exp(v.y - maximum);
     }
     const float sum = SumColumns(a, b);
-    if (row.lane < kCluster) *Remote(sums + row.first + chunk, row.lane) = sum;
+    if (row.lane < Place::kBlocks) *Place::Remote(sums + row.first + chunk, row.lane) = sum;
   }
 }
 
 // The same over tempered logits; with kRaw that of the raw ones to the first block's raw_sums, too.
-template <bool kRaw>
-__device__ inline void SumExpTempered(const Row& row, const Tempered& tempered) {
+template <bool kRaw, typename Place>
+__device__ inline void SumExpTempered(const Row<Place>& row, const Tempered& tempered) {
   for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
-    const float2* at = reinterpret_cast<const float2*>(Share() + chunk * kChunk) + row.lane;
+    const float2* at = reinterpret_cast<const float2*>(Share(row) + chunk * kChunk) + row.lane;
     float a = 0.0f, b = 0.0f, raw_a = 0.0f, raw_b = 0.0f;
 #pragma unroll 4
     for (int i = 0; i < kPairs; ++i) {
@@ -291,25 +265,27 @@ __device__ inline void SumExpTempered(const Row& row, const Tempered& tempered) 
       }
     }
     const float sum = SumColumns(a, b);
-    if (row.lane < kCluster) *Remote(Shared()->sums + row.first + chunk, row.lane) = sum;
+    if (row.lane < Place::kBlocks)
+      *Place::Remote(Shared<Place>()->sums + row.first + chunk, row.lane) = sum;
     if constexpr (kRaw) {
       const float raw_sum = SumColumns(raw_a, raw_b);
-      if (row.lane == 0) *Remote(Shared()->raw_sums + row.first + chunk, 0) = raw_sum;
+      if (row.lane == 0) *Place::Remote(Shared<Place>()->raw_sums + row.first + chunk, 0) = raw_sum;
     }
   }
 }
 
 // To the first block's first_id: the smallest id with this z, the row's maximum; needs chunk_max.
-// Complete after the next ClusterSync.
-__device__ inline void FindFirst(const Row& row, float maximum) {
+// Complete after the next Sync.
+template <typename Place>
+__device__ inline void FindFirst(const Row<Place>& row, float maximum) {
   for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
-    if (Shared()->chunk_max[chunk] != maximum) continue;
+    if (Shared<Place>()->chunk_max[chunk] != maximum) continue;
     uint32_t found = ~0u;
     ForLane(row, chunk, [&](float z, int id) {
       if (z == maximum) found = min(found, static_cast<uint32_t>(id));
     });
     found = __reduce_min_sync(~0u, found);
-    if (row.lane == 0) atomicMin(Remote(&Shared()->first_id, 0), found);
+    if (row.lane == 0) atomicMin(Place::Remote(&Shared<Place>()->first_id, 0), found);
     break;  // later chunks of the warp have larger ids
   }
 }
@@ -326,8 +302,8 @@ __device__ inline T InclusiveScan(T value, int lane) {
 
 // The sum over the first 256 threads before this one, for all threads of one block; *total is that
 // over all 256. `warps`: kScanThreads / 32 numbers in shared memory.
-template <typename T>
-__device__ inline T ExclusiveScan(const Row& row, T value, T* warps, T* total) {
+template <typename T, typename Place>
+__device__ inline T ExclusiveScan(const Row<Place>& row, T value, T* warps, T* total) {
   constexpr int kWarps = kScanThreads / kWarp;
   T inclusive = InclusiveScan(value, row.lane);
   if (row.warp < kWarps && row.lane == kWarp - 1) warps[row.warp] = inclusive;

@@ -8,16 +8,21 @@
 // for the rounding of double sums. If more than kMostListed candidates can survive truncation,
 // their weights are added as integers, multiples of 2^-45 of the largest.
 //
-// One launch of a cluster of blocks a row, with the row's logits in their shared memory: logits are
-// read once. Everything but sizes and pointers is read on the device, so that one captured graph
-// serves greedy, plain and truncated rows mixed. Results of a row depend on that row only and are
-// reproducible to the last bit. Functions only enqueue work, allocate nothing, need no workspace,
-// are thread-safe and can be captured. All pointers are to device memory.
+// With KernelIsa::kSm90 one launch of a cluster of blocks a row, with the row's logits in their
+// shared memory: logits are read once. With kMma a block a row, with a copy of the row in the
+// workspace. Both give the same results, to the last bit. Everything but sizes and pointers is read
+// on the device, so that one captured graph serves greedy, plain and truncated rows mixed. Results
+// of a row depend on that row only and are reproducible to the last bit. Functions only enqueue
+// work, allocate nothing, are thread-safe, if concurrent calls have separate workspaces, and can be
+// captured. All pointers are to device memory.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
+
+#include "kernels/isa/isa.h"
 
 namespace dorad::kernels {
 
@@ -116,11 +121,17 @@ struct SampleParams {
   int32_t rows = 0;
   int32_t vocabulary = 0;
   int32_t max_top = 0;
+  KernelIsa isa = KernelIsa::kSm90;
+  void* workspace = nullptr;  // 16-byte aligned, any contents; kMma only
+  size_t workspace_bytes = 0;
 };
+
+// Enough for every call of up to `rows` rows of the vocabulary on the current device; 0 with kSm90.
+cudaError_t SampleWorkspaceBytes(KernelIsa isa, int rows, int vocabulary, size_t* bytes);
 
 // The fast path needs rows that are 16-byte aligned; others cost a slower copy.
 // cudaErrorInvalidValue: negative sizes, vocabulary 0 or beyond kMostVocabulary, max_top beyond
-// kMostTopLogprobs.
+// kMostTopLogprobs, a workspace too small.
 cudaError_t Sample(const SampleParams& params, cudaStream_t stream);
 
 struct ScoreParams {
@@ -133,6 +144,9 @@ struct ScoreParams {
   int32_t rows = 0;
   int32_t vocabulary = 0;
   int32_t max_top = 0;
+  KernelIsa isa = KernelIsa::kSm90;
+  void* workspace = nullptr;  // 16-byte aligned, any contents; kMma only
+  size_t workspace_bytes = 0;
 };
 
 // Raw mode of Sample and Score at temperature 1 give bitwise equal log-probabilities for equal

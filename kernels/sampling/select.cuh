@@ -1,5 +1,5 @@
 // The first candidates of a row, by rank: as a sorted list if they are few, as a bound if they are
-// many. Internal to kernels/sampling. Functions are for all threads of the cluster unless they say
+// many. Internal to kernels/sampling. Functions are for all threads of the row unless they say
 // otherwise.
 #pragma once
 
@@ -8,18 +8,19 @@
 namespace dorad::kernels {
 
 // Counts candidates by their distance to the maximum into the first block's `counts`.
-__device__ __noinline__ void CountByDistance(const Row& row, float maximum) {
-  uint32_t* const counts = Shared()->counts;
+template <typename Place>
+__device__ __noinline__ void CountByDistance(const Row<Place>& row, float maximum) {
+  uint32_t* const counts = Shared<Place>()->counts;
   ForAll(row, [&](float z, int) { atomicAdd(&counts[BinOf(maximum - z)], 1u); });
   __syncthreads();
   if (row.rank != 0) {
     for (int bin = threadIdx.x; bin < kBins; bin += blockDim.x) {
       if (counts[bin] == 0) continue;
-      atomicAdd(Remote(&counts[bin], 0), counts[bin]);
+      atomicAdd(Place::Remote(&counts[bin], 0), counts[bin]);
       counts[bin] = 0;
     }
   }
-  ClusterSync();
+  Place::Sync();
 }
 
 // The bins to list: the first ones with `count` candidates, or with a certain weight of `mass`; at
@@ -32,10 +33,11 @@ struct BinRule {
 };
 
 // Sets picked_bin and picked_count (candidates up to that bin) in all blocks, after the next
-// ClusterSync; zeroes `counts`. For the first block.
-__device__ __noinline__ void PickBin(const Row& row, const BinRule& rule) {
+// Sync; zeroes `counts`. For the first block.
+template <typename Place>
+__device__ __noinline__ void PickBin(const Row<Place>& row, const BinRule& rule) {
   constexpr int kEach = kBins / kScanThreads;
-  RowShared* const s = Shared();
+  RowShared<Place>* const s = Shared<Place>();
   uint32_t counts[kEach] = {};
   double mass = 0.0;
   uint32_t count = 0;
@@ -78,17 +80,17 @@ __device__ __noinline__ void PickBin(const Row& row, const BinRule& rule) {
   }
   const Ranked before = ExclusiveScan<Ranked>(row, running, s->scan_ranked, &total_count);
   (void)before;
-  if (threadIdx.x < kCluster) {
-    *Remote(&s->picked_bin, threadIdx.x) = bin;
-    *Remote(&s->picked_count, threadIdx.x) = static_cast<int32_t>(total_count);
+  if (threadIdx.x < Place::kBlocks) {
+    *Place::Remote(&s->picked_bin, threadIdx.x) = bin;
+    *Place::Remote(&s->picked_count, threadIdx.x) = static_cast<int32_t>(total_count);
   }
 }
 
 // Appends the candidates that `take` (z, id) accepts to the first block's list, in any order; there
-// are no more than kListed of them. Complete after the next ClusterSync.
-template <typename Take>
-__device__ inline void Gather(const Row& row, Take take) {
-  RowShared* const s = Shared();
+// are no more than kListed of them. Complete after the next Sync.
+template <typename Place, typename Take>
+__device__ inline void Gather(const Row<Place>& row, Take take) {
+  RowShared<Place>* const s = Shared<Place>();
   for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
     uint32_t taken = 0;
     uint32_t bit = 1;
@@ -101,21 +103,23 @@ __device__ inline void Gather(const Row& row, Take take) {
     const int inclusive = InclusiveScan(mine, row.lane);
     int at = 0;
     if (row.lane == kWarp - 1) {
-      at = static_cast<int>(atomicAdd(Remote(&s->listed, 0), static_cast<uint32_t>(inclusive)));
+      at = static_cast<int>(
+          atomicAdd(Place::Remote(&s->listed, 0), static_cast<uint32_t>(inclusive)));
     }
     at = __shfl_sync(~0u, at, kWarp - 1) + inclusive - mine;
     for (; taken != 0; taken &= taken - 1) {
       const int i = __ffs(taken) - 1;
       const int offset = (i / 2) * 2 * kWarp + 2 * row.lane + i % 2;
-      const float z = Share()[chunk * kChunk + offset];
-      *Remote(&s->list[at++], 0) = Rank(z, row.IdAt(chunk) + offset);
+      const float z = Share(row)[chunk * kChunk + offset];
+      *Place::Remote(&s->list[at++], 0) = Rank(z, row.IdAt(chunk) + offset);
     }
   }
 }
 
 // Sorts the first `count` of the list, best first. For the first block.
-__device__ __noinline__ void SortList(const Row& row, int count) {
-  Ranked* const list = Shared()->list;
+template <typename Place>
+__device__ __noinline__ void SortList(const Row<Place>& row, int count) {
+  Ranked* const list = Shared<Place>()->list;
   int size = kWarp;
   while (size < count) size *= 2;
   for (int i = count + threadIdx.x; i < size; i += blockDim.x) list[i] = 0;
@@ -139,8 +143,10 @@ __device__ __noinline__ void SortList(const Row& row, int count) {
 // The first candidate, by rank, at which the sum of measures over it and those before reaches
 // `need`, at least 1 and no more than the sum over all. A candidate's measure is 1, or with by_mass
 // the Units of its weight exp(z - maximum).
-__device__ __noinline__ Ranked SelectByMeasure(Row& row, float maximum, bool by_mass, Ranked need) {
-  RowShared* const s = Shared();
+template <typename Place>
+__device__ __noinline__ Ranked SelectByMeasure(Row<Place>& row, float maximum, bool by_mass,
+                                               Ranked need) {
+  RowShared<Place>* const s = Shared<Place>();
   const auto measure = [&](float z) { return by_mass ? Units(Exp(z - maximum)) : Ranked{1}; };
   uint32_t prefix = 0;
   Ranked before = 0;
@@ -148,7 +154,7 @@ __device__ __noinline__ Ranked SelectByMeasure(Row& row, float maximum, bool by_
   for (int shift = 21; shift >= 0; shift -= shift == 21 ? 11 : 10) {
     const int width = shift == 0 ? 10 : 11;
     for (int i = threadIdx.x; i < kBins; i += blockDim.x) s->measure[i] = 0;
-    ClusterSync();
+    Place::Sync();
     ForAll(row, [&](float z, int) {
       const uint32_t bits = OrderedBits(z);
       if (shift < 21 && bits >> (shift + width) != prefix) return;
@@ -159,10 +165,10 @@ __device__ __noinline__ Ranked SelectByMeasure(Row& row, float maximum, bool by_
     __syncthreads();
     if (row.rank != 0) {
       for (int i = threadIdx.x; i < kBins; i += blockDim.x) {
-        if (s->measure[i] != 0) atomicAdd(Remote(&s->measure[i], 0), s->measure[i]);
+        if (s->measure[i] != 0) atomicAdd(Place::Remote(&s->measure[i], 0), s->measure[i]);
       }
     }
-    ClusterSync();
+    Place::Sync();
     if (row.rank == 0) {
       constexpr int kEach = kBins / kScanThreads;
       const int begin = kBins - 1 - static_cast<int>(threadIdx.x) * kEach;
@@ -179,12 +185,12 @@ __device__ __noinline__ Ranked SelectByMeasure(Row& row, float maximum, bool by_
         s->before_crossed = running;
       }
       __syncthreads();
-      if (threadIdx.x > 0 && threadIdx.x < kCluster) {
-        *Remote(&s->crossed, threadIdx.x) = s->crossed;
-        *Remote(&s->before_crossed, threadIdx.x) = s->before_crossed;
+      if (threadIdx.x > 0 && threadIdx.x < Place::kBlocks) {
+        *Place::Remote(&s->crossed, threadIdx.x) = s->crossed;
+        *Place::Remote(&s->before_crossed, threadIdx.x) = s->before_crossed;
       }
     }
-    ClusterSync();
+    Place::Sync();
     prefix = prefix << width | static_cast<uint32_t>(s->crossed);
     before = s->before_crossed;
   }
@@ -212,11 +218,11 @@ __device__ __noinline__ Ranked SelectByMeasure(Row& row, float maximum, bool by_
   __syncthreads();
   const Ranked* counts = Exchange(row, s->equals);
   int owner = 0;
-  while (owner < kCluster - 1 && wanted > counts[owner]) wanted -= counts[owner++];
+  while (owner < Place::kBlocks - 1 && wanted > counts[owner]) wanted -= counts[owner++];
   uint32_t id = s->last_equal;
   if (row.rank == owner && row.warp == 0 && wanted < counts[owner]) {
     for (int i = 0; i < row.own * kPairs; ++i) {
-      const float2 v = reinterpret_cast<const float2*>(Share())[i * kWarp + row.lane];
+      const float2 v = reinterpret_cast<const float2*>(Share(row))[i * kWarp + row.lane];
       const int at = row.first * kChunk + i * 2 * kWarp + 2 * row.lane;
       const int a = at < row.vocabulary && OrderedBits(v.x) == prefix;
       const int b = at + 1 < row.vocabulary && OrderedBits(v.y) == prefix;
@@ -244,8 +250,10 @@ struct Survivors {
   Ranked units;
   Ranked last;
 };
-__device__ __noinline__ Survivors SumSurvivors(Row& row, float maximum, Ranked bound, float min_p) {
-  RowShared* const s = Shared();
+template <typename Place>
+__device__ __noinline__ Survivors SumSurvivors(Row<Place>& row, float maximum, Ranked bound,
+                                               float min_p) {
+  RowShared<Place>* const s = Shared<Place>();
   Ranked units = 0;
   Ranked last = ~Ranked{0};
   ForAll(row, [&](float z, int id) {
@@ -274,15 +282,16 @@ __device__ __noinline__ Survivors SumSurvivors(Row& row, float maximum, Ranked b
   const Ranked block_last = s->before_crossed;
   Survivors all = {0, ~Ranked{0}};
   const Ranked* each = Exchange(row, block_units);
-  for (int i = 0; i < kCluster; ++i) all.units += each[i];
+  for (int i = 0; i < Place::kBlocks; ++i) all.units += each[i];
   each = Exchange(row, block_last);
-  for (int i = 0; i < kCluster; ++i) all.last = min(all.last, each[i]);
+  for (int i = 0; i < Place::kBlocks; ++i) all.last = min(all.last, each[i]);
   return all;
 }
 
 // The first `count` (1 to kMostTopLogprobs) candidates, sorted, in the first block's list; fewer if
 // the vocabulary is. -inf is a candidate like any other.
-__device__ __noinline__ void ListFirst(Row& row, float maximum, int count) {
+template <typename Place>
+__device__ __noinline__ void ListFirst(Row<Place>& row, float maximum, int count) {
   count = min(count, row.vocabulary);
   CountByDistance(row, maximum);
   if (row.rank == 0) {
@@ -290,9 +299,9 @@ __device__ __noinline__ void ListFirst(Row& row, float maximum, int count) {
     rule.count = static_cast<uint32_t>(count);
     PickBin(row, rule);
   }
-  ClusterSync();
-  const int bin = Shared()->picked_bin;
-  int listed = Shared()->picked_count;
+  Place::Sync();
+  const int bin = Shared<Place>()->picked_bin;
+  int listed = Shared<Place>()->picked_count;
   if (listed <= kListed) {
     Gather(row, [&](float z, int) { return BinOf(maximum - z) <= bin; });
   } else {
@@ -300,7 +309,7 @@ __device__ __noinline__ void ListFirst(Row& row, float maximum, int count) {
     listed = count;
     Gather(row, [&](float z, int id) { return Rank(z, id) >= bound; });
   }
-  ClusterSync();
+  Place::Sync();
   if (row.rank == 0) SortList(row, listed);
 }
 

@@ -3,30 +3,11 @@
 
 #include <cstdint>
 
+#include "kernels/sampling/launch.h"
 #include "kernels/sampling/noise.cuh"
 #include "kernels/sampling/row.cuh"
-#include "kernels/sampling/sampling.h"
 
 namespace dorad::kernels {
-
-struct Launch {
-  const float* logits;
-  int64_t logits_ld;
-  const SampleRowSpec* samples;  // or
-  const ScoreRowSpec* scores;
-  const int32_t* banned;
-  const ConditionalBan* conditional_bans;
-  const LogitAdjustments* adjustments;
-  const int32_t* allowed_ids;
-  const LogitBias* biases;
-  const TokenUse* uses;
-  const int32_t* newest;
-  const int32_t* chosen_ids;
-  const int32_t* rows_in_use;
-  SampleOutputs out;
-  int32_t vocabulary;
-  int32_t max_top;
-};
 
 // A row's request, for sampling and scoring.
 struct Wanted {
@@ -121,12 +102,14 @@ __device__ inline float LogProb(float z, float maximum, double log_total) {
 
 // Top entries from the sorted list. Missing entries, and logits of -inf that are no candidates,
 // have id -1 and -inf. For the first block.
-__device__ inline void WriteTop(const Row& row, const Wanted& wanted, const Target& to, int present,
-                                float maximum, double log_total, bool keep_impossible) {
+template <typename Place>
+__device__ inline void WriteTop(const Row<Place>& row, const Wanted& wanted, const Target& to,
+                                int present, float maximum, double log_total,
+                                bool keep_impossible) {
   for (int i = threadIdx.x; i < wanted.top_logprobs; i += blockDim.x) {
-    const float z = i < present ? ValueOf(Shared()->list[i]) : -Infinity();
+    const float z = i < present ? ValueOf(Shared<Place>()->list[i]) : -Infinity();
     const bool written = i < present && (keep_impossible || z > -Infinity());
-    to.top_ids[i] = written ? IdOf(Shared()->list[i]) : -1;
+    to.top_ids[i] = written ? IdOf(Shared<Place>()->list[i]) : -1;
     to.top_logprobs[i] = LogProb(z, maximum, log_total);
   }
 }

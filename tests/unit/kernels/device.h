@@ -17,6 +17,9 @@ namespace dorad::kernels {
     ASSERT_EQ(status_, cudaSuccess) << cudaGetErrorString(status_); \
   } while (false)
 
+// What helpers of an IsaTest launch.
+inline KernelIsa tested_isa = KernelIsa::kSm90;
+
 // Base of the fixtures.
 class KernelTest : public testing::Test {
  protected:
@@ -26,15 +29,29 @@ class KernelTest : public testing::Test {
       GTEST_SKIP() << "needs a CUDA GPU";
     }
   }
-  // Hopper's own instructions are Hopper's alone; the others need compute capability 8.0.
   static void SkipWithout(KernelIsa isa) {
-    int major = 0;
-    DORAD_ASSERT_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
-    if (isa == KernelIsa::kSm90 ? major != 9 : major < 8) {
-      GTEST_SKIP() << "not for compute capability " << major << ".x";
-    }
+    if (!HasKernels(isa)) GTEST_SKIP() << "no code of the instruction set for this GPU";
   }
 };
+
+// Base of the fixtures of kernels with several instruction sets, as the parameter has it. Skipped
+// where the GPU, or the build, does not have it.
+class IsaTest : public KernelTest, public testing::WithParamInterface<KernelIsa> {
+ protected:
+  void SetUp() override {
+    KernelTest::SetUp();
+    if (IsSkipped()) return;
+    tested_isa = GetParam();
+    SkipWithout(tested_isa);
+  }
+};
+#define DORAD_FOR_EACH_ISA(fixture)                                                           \
+  INSTANTIATE_TEST_SUITE_P(                                                                   \
+      Isas, fixture,                                                                          \
+      testing::Values(::dorad::kernels::KernelIsa::kSm90, ::dorad::kernels::KernelIsa::kMma), \
+      [](const auto& info) {                                                                  \
+        return info.param == ::dorad::kernels::KernelIsa::kSm90 ? "Sm90" : "Mma";             \
+      })
 
 // Device memory of `size` elements, filled with 0xFF bytes (NaN in every floating format), so that
 // an element that a kernel does not write is seen. Complete when it is made: streams that do not

@@ -14,23 +14,15 @@
 namespace dorad::kernels {
 namespace {
 
-class LinearTest : public KernelTest, public testing::WithParamInterface<KernelIsa> {
+class LinearTest : public IsaTest {
  protected:
-  void SetUp() override {
-    KernelTest::SetUp();
-    if (!IsSkipped()) SkipWithout(GetParam());
-  }
-
   static Stack MakeStack(const DoraLinearShape& shape,
                          const std::vector<std::vector<ModuleFactors>>& adapters, bool bias) {
     return Stack(shape, adapters, bias, kDoraLinearMaxRows, GetParam());
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Isas, LinearTest, testing::Values(KernelIsa::kSm90, KernelIsa::kMma),
-                         [](const auto& info) {
-                           return info.param == KernelIsa::kSm90 ? "Sm90" : "Mma";
-                         });
+DORAD_FOR_EACH_ISA(LinearTest);
 
 TEST_P(LinearTest, OneAdapterMatchesTheReferenceAtEveryWidth) {
   Stack stack = MakeStack(Shape(576, {576, 192, 192}), {{{384}, {384}, {384}}}, true);

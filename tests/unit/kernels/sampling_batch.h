@@ -104,6 +104,12 @@ class Batch {
     params_.rows = static_cast<int32_t>(rows);
     params_.vocabulary = vocabulary_;
     params_.max_top = kMaxTop;
+    params_.isa = tested_isa;
+    size_t bytes = 0;
+    EXPECT_EQ(SampleWorkspaceBytes(tested_isa, params_.rows, vocabulary_, &bytes), cudaSuccess);
+    workspace_ = std::make_unique<DeviceBuffer<uint8_t>>(bytes);
+    params_.workspace = workspace_->get();
+    params_.workspace_bytes = bytes;
   }
 
   SampleParams& params() { return params_; }
@@ -146,7 +152,7 @@ class Batch {
   std::unique_ptr<DeviceBuffer<LogitAdjustments>> adjustments_;
   std::unique_ptr<DeviceBuffer<LogitBias>> biases_;
   std::unique_ptr<DeviceBuffer<TokenUse>> uses_;
-  std::unique_ptr<DeviceBuffer<uint8_t>> finite_;
+  std::unique_ptr<DeviceBuffer<uint8_t>> finite_, workspace_;
 };
 
 inline std::vector<Result> SampleAll(const std::vector<Request>& requests, int shift = 0,
@@ -179,6 +185,9 @@ inline std::vector<Result> ScoreAll(const std::vector<Request>& requests,
   params.rows = p.rows;
   params.vocabulary = p.vocabulary;
   params.max_top = p.max_top;
+  params.isa = p.isa;
+  params.workspace = p.workspace;
+  params.workspace_bytes = p.workspace_bytes;
   EXPECT_EQ(Score(params, nullptr), cudaSuccess);
   return batch.Read(true);
 }

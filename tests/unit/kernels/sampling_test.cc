@@ -22,9 +22,30 @@
 namespace dorad::kernels {
 namespace {
 
-class SamplingKernelTest : public KernelTest {};
+class SamplingKernelTest : public IsaTest {};
+DORAD_FOR_EACH_ISA(SamplingKernelTest);
 
-TEST_F(SamplingKernelTest, MixedRowsGiveTheCpusResults) {
+// Where a row lies is no part of its results.
+TEST_P(SamplingKernelTest, EveryInstructionSetGivesTheSameBits) {
+  if (GetParam() == KernelIsa::kSm90) GTEST_SKIP() << "compared with itself";
+  SkipWithout(KernelIsa::kSm90);
+  if (IsSkipped()) return;
+  for (const auto& [vocabulary, rows] : std::initializer_list<std::pair<int, int>>{
+           {7, 40}, {5000, 300}, {49152, 48}, {151936, 24}}) {
+    std::mt19937 random(vocabulary);
+    std::vector<Request> requests;
+    for (int r = 0; r < rows; ++r) requests.push_back(RandomRequest(vocabulary, r, random));
+    tested_isa = KernelIsa::kMma;
+    const std::vector<Result> mma = SampleAll(requests);
+    tested_isa = KernelIsa::kSm90;
+    const std::vector<Result> sm90 = SampleAll(requests);
+    for (size_t r = 0; r < requests.size(); ++r) {
+      EXPECT_TRUE(SameBits(mma[r], sm90[r])) << "row " << r << ": " << Describe(requests[r]);
+    }
+  }
+}
+
+TEST_P(SamplingKernelTest, MixedRowsGiveTheCpusResults) {
   struct Size {
     int vocabulary, rows, padding;
   };
@@ -45,7 +66,7 @@ TEST_F(SamplingKernelTest, MixedRowsGiveTheCpusResults) {
   }
 }
 
-TEST_F(SamplingKernelTest, ARowDependsOnItselfOnly) {
+TEST_P(SamplingKernelTest, ARowDependsOnItselfOnly) {
   std::mt19937 random(3);
   std::vector<Request> requests;
   for (int r = 0; r < 80; ++r) requests.push_back(RandomRequest(12000, r, random));
@@ -61,7 +82,7 @@ TEST_F(SamplingKernelTest, ARowDependsOnItselfOnly) {
   }
 }
 
-TEST_F(SamplingKernelTest, ScoreGivesTheCpusResults) {
+TEST_P(SamplingKernelTest, ScoreGivesTheCpusResults) {
   std::mt19937 random(4);
   for (int vocabulary : {3, 1500, 151936}) {
     std::vector<Request> requests;
@@ -91,7 +112,7 @@ TEST_F(SamplingKernelTest, ScoreGivesTheCpusResults) {
   }
 }
 
-TEST_F(SamplingKernelTest, RawSampleAndScoreAgreeToTheBit) {
+TEST_P(SamplingKernelTest, RawSampleAndScoreAgreeToTheBit) {
   std::mt19937 random(5);
   std::vector<Request> requests;
   for (int r = 0; r < 64; ++r) {
@@ -110,7 +131,7 @@ TEST_F(SamplingKernelTest, RawSampleAndScoreAgreeToTheBit) {
   }
 }
 
-TEST_F(SamplingKernelTest, LogprobsAreTheLogSoftmaxInDouble) {
+TEST_P(SamplingKernelTest, LogprobsAreTheLogSoftmaxInDouble) {
   std::mt19937 random(6);
   for (float temperature : {1.0f, 0.6f, 2.0f}) {
     Request request;
@@ -128,7 +149,7 @@ TEST_F(SamplingKernelTest, LogprobsAreTheLogSoftmaxInDouble) {
 
 // Pearson's statistic of draws at many positions against the probabilities in double. Among so many
 // are some that the first limit of the kernel does not settle.
-TEST_F(SamplingKernelTest, DrawsFollowTheDistribution) {
+TEST_P(SamplingKernelTest, DrawsFollowTheDistribution) {
   std::mt19937 random(7);
   constexpr int kVocabulary = 60;
   constexpr int kDraws = 20000;
@@ -192,7 +213,7 @@ TEST_F(SamplingKernelTest, DrawsFollowTheDistribution) {
 }
 
 // The draw of a row without truncation is that of a truncated one that keeps the drawn token.
-TEST_F(SamplingKernelTest, TruncationLeavesTheNoiseAlone) {
+TEST_P(SamplingKernelTest, TruncationLeavesTheNoiseAlone) {
   std::mt19937 random(13);
   const std::vector<float> logits = Normal(20000, 3.0f, random);
   std::vector<Request> requests(200);
@@ -219,7 +240,7 @@ TEST_F(SamplingKernelTest, TruncationLeavesTheNoiseAlone) {
   }
 }
 
-TEST_F(SamplingKernelTest, GreedyTakesTheSmallestIdOfTheLargest) {
+TEST_P(SamplingKernelTest, GreedyTakesTheSmallestIdOfTheLargest) {
   std::mt19937 random(8);
   Request request;
   request.logits = Normal(150000, 1.0f, random);
@@ -249,7 +270,7 @@ TEST_F(SamplingKernelTest, GreedyTakesTheSmallestIdOfTheLargest) {
   EXPECT_EQ(SampleOne(zeros).token, 1000);
 }
 
-TEST_F(SamplingKernelTest, RowsThatCannotBeSampledAreFlagged) {
+TEST_P(SamplingKernelTest, RowsThatCannotBeSampledAreFlagged) {
   std::mt19937 random(9);
   std::vector<Request> requests;
   for (int vocabulary : {3000}) {
@@ -281,7 +302,7 @@ TEST_F(SamplingKernelTest, RowsThatCannotBeSampledAreFlagged) {
   ExpectAsReference(requests, results);
 }
 
-TEST_F(SamplingKernelTest, TinyAndHugeTemperatures) {
+TEST_P(SamplingKernelTest, TinyAndHugeTemperatures) {
   std::mt19937 random(10);
   std::vector<Request> requests;
   for (float temperature : {1e-38f, 1e-30f, 1e-6f, 1e6f, 1e30f}) {
@@ -294,7 +315,7 @@ TEST_F(SamplingKernelTest, TinyAndHugeTemperatures) {
   ExpectAsReference(requests, SampleAll(requests));
 }
 
-TEST_F(SamplingKernelTest, RowsBeyondThoseInUseAreLeftAlone) {
+TEST_P(SamplingKernelTest, RowsBeyondThoseInUseAreLeftAlone) {
   std::mt19937 random(11);
   std::vector<Request> requests;
   for (int r = 0; r < 4; ++r) requests.push_back(RandomRequest(100, 0, random));
@@ -308,7 +329,7 @@ TEST_F(SamplingKernelTest, RowsBeyondThoseInUseAreLeftAlone) {
   EXPECT_TRUE(std::isnan(results[3].logprob));
 }
 
-TEST_F(SamplingKernelTest, OneGraphServesWhateverTheSpecificationsSay) {
+TEST_P(SamplingKernelTest, OneGraphServesWhateverTheSpecificationsSay) {
   std::mt19937 random(12);
   std::vector<Request> first;
   std::vector<Request> second;
@@ -345,10 +366,11 @@ TEST_F(SamplingKernelTest, OneGraphServesWhateverTheSpecificationsSay) {
   DORAD_ASSERT_CUDA(cudaStreamDestroy(stream));
 }
 
-TEST_F(SamplingKernelTest, RefusesBadSizesAndTakesNone) {
+TEST_P(SamplingKernelTest, RefusesBadSizesAndTakesNone) {
   SampleParams params;
   params.vocabulary = 100;
   params.logits_ld = 100;
+  params.isa = GetParam();
   EXPECT_EQ(Sample(params, nullptr), cudaSuccess);
   params.rows = -1;
   EXPECT_EQ(Sample(params, nullptr), cudaErrorInvalidValue);
@@ -362,6 +384,10 @@ TEST_F(SamplingKernelTest, RefusesBadSizesAndTakesNone) {
   params.logits_ld = 100;
   params.max_top = kMostTopLogprobs + 1;
   EXPECT_EQ(Sample(params, nullptr), cudaErrorInvalidValue);
+  params.max_top = 1;
+  if (GetParam() == KernelIsa::kMma) {  // no workspace
+    EXPECT_EQ(Sample(params, nullptr), cudaErrorInvalidValue);
+  }
 }
 
 }  // namespace
