@@ -20,6 +20,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/isa/isa.h"
+
 namespace dorad::kernels {
 
 // out[row] = Σ_column w², fp32 [rows]. w: [rows, columns] contiguous. Any sizes; the fast path
@@ -88,6 +90,8 @@ struct DoraNormParams {
   // W lies transposed, as an embedding [V, D] does, whose norm is over V: O = D, I = V, with
   // a = lora_embedding_A and b = lora_embedding_B. The direct form only.
   bool w_by_in = false;
+  // With kMma every GPU from compute capability 8.0 on, with other bits.
+  KernelIsa isa = KernelIsa::kSm90;
 };
 
 // The direct form. Fast path: w, a and b 16-byte aligned, I, ldb and (with w_by_in) O multiples of

@@ -64,6 +64,7 @@ norm::RowGemm GemmOf(const DoraNormParams& p) {
   gemm.k = p.rank;
   gemm.scale = static_cast<float>(p.scale);
   gemm.partial = static_cast<float*>(p.workspace);
+  gemm.isa = p.isa;
   return gemm;
 }
 
@@ -102,9 +103,9 @@ class Group {
     sums_[count_] = {gemms_[count_].partial, norm::Partials(gemms_[count_])};
     ++count_;
   }
-  // One launch, one layout of W.
+  // One launch, one layout of W, one instruction set.
   bool Takes(const DoraNormParams& p) const {
-    return count_ == 0 || modules_[0].w_by_in == p.w_by_in;
+    return count_ == 0 || (modules_[0].w_by_in == p.w_by_in && modules_[0].isa == p.isa);
   }
   bool full() const { return count_ == norm::kMostGemms; }
   // Launches the group and empties it.

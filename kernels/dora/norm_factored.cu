@@ -81,6 +81,8 @@ Plan PlanOf(const DoraNormParams& p) {
   plan.ba_sq.x_period = plan.half;
   plan.ba_sq.splits = norm::SplitsFor(plan.ba_sq, kMostSplits);
 
+  plan.gram.isa = plan.cross.isa = plan.ba_sq.isa = p.isa;
+
   const auto take = [&](int64_t bytes) {
     char* const at =
         p.workspace == nullptr ? nullptr : static_cast<char*>(p.workspace) + plan.bytes;

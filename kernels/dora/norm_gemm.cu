@@ -1,27 +1,13 @@
-#include <cuda.h>
-
 #include <algorithm>
-#include <limits>
 
 #include "kernels/common/host.h"
 #include "kernels/common/status.h"
-#include "kernels/dora/norm_gemm.cuh"
 #include "kernels/dora/norm_gemm.h"
-#include "kernels/isa/launch.h"
-#include "kernels/isa/sm90/tensor_map.h"
+#include "kernels/dora/norm_gemm_items.cuh"
+#include "kernels/dora/norm_gemm_launch.h"
 
 namespace dorad::kernels::norm {
 namespace {
-
-cudaError_t Encode(const Matrix& matrix, int box_rows, CUtensorMap* map) {
-  return EncodeMatrix(matrix.data, matrix.rows, matrix.columns, matrix.ld, box_rows, map);
-}
-
-int64_t TilesOf(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
-
-int64_t ColumnsOf(const RowGemm& gemm) {
-  return gemm.reduction == Reduction::kSquare ? gemm.y.columns : gemm.y.rows;
-}
 
 // Wide tiles reuse more; narrow ones for ranks where wide ones would be half empty, as 384.
 int TileN(const RowGemm& gemm) {
@@ -38,45 +24,6 @@ int TileN(const RowGemm& gemm) {
 }
 
 constexpr int64_t kMultiprocessors = 132;  // of the GPU that splits are tuned for
-
-template <typename C>
-cudaError_t LaunchAs(const RowGemm* gemms, int count, cudaStream_t stream) {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 2;
-  Params params;
-  params.count = count;
-  int64_t items = 0;
-  for (int i = 0; i < count; ++i) {
-    const RowGemm& gemm = gemms[i];
-    if (gemm.x.rows > kMost || ColumnsOf(gemm) > kMost || gemm.k > kMost) {
-      return cudaErrorInvalidValue;
-    }
-    Problem& problem = params.problems[i];
-    Maps& maps = params.maps[i];
-    problem.partial = gemm.partial;
-    problem.scale = gemm.scale;
-    problem.m = static_cast<uint32_t>(gemm.x.rows);
-    problem.n = static_cast<uint32_t>(ColumnsOf(gemm));
-    problem.tiles_n = static_cast<uint32_t>(TilesOf(problem.n, C::tile_n));
-    problem.splits = static_cast<uint32_t>(gemm.splits);
-    problem.steps = static_cast<uint32_t>(TilesOf(gemm.k, kStepK));
-    problem.period_steps =
-        gemm.x_period == 0 ? problem.steps : static_cast<uint32_t>(gemm.x_period / kStepK);
-    problem.first_item = static_cast<uint32_t>(items);
-    items += TilesOf(problem.m, kTileM) * problem.tiles_n * problem.splits;
-    if (items > kMost) return cudaErrorInvalidValue;
-    DORAD_CUDA_RETURN_IF_ERROR(Encode(gemm.x, kTileM, &maps.x));
-    DORAD_CUDA_RETURN_IF_ERROR(Encode(gemm.y, C::y_by_k ? kStepK : C::tile_n, &maps.y));
-    if (C::z_boxes > 0) {
-      DORAD_CUDA_RETURN_IF_ERROR(Encode(gemm.z, C::z_by_n ? 64 : kTileM, &maps.z));
-    }
-  }
-  params.items = static_cast<uint32_t>(items);
-
-  int multiprocessors = 0;
-  DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&multiprocessors));
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(items, multiprocessors));
-  return LaunchEarly(RowGemmKernel<C>, blocks, kThreads, C::shared_bytes, stream, params);
-}
 
 }  // namespace
 
@@ -114,22 +61,14 @@ cudaError_t Launch(const RowGemm* gemms, int count, cudaStream_t stream) {
   const Reduction reduction = gemms[0].reduction;
   for (int i = 1; i < count; ++i) {
     if (reduction != Reduction::kSquare || gemms[i].reduction != reduction ||
-        gemms[i].z_by_n != gemms[0].z_by_n) {
+        gemms[i].z_by_n != gemms[0].z_by_n || gemms[i].isa != gemms[0].isa) {
       return cudaErrorInvalidValue;
     }
   }
-  switch (reduction) {
-    case Reduction::kSquare:
-      return gemms[0].z_by_n
-                 ? LaunchAs<Config<Reduction::kSquare, 256, /*z_by_n=*/true>>(gemms, count, stream)
-                 : LaunchAs<Config<Reduction::kSquare, 256>>(gemms, count, stream);
-    case Reduction::kDot:
-      return TileN(gemms[0]) == 128 ? LaunchAs<Config<Reduction::kDot, 128>>(gemms, count, stream)
-                                    : LaunchAs<Config<Reduction::kDot, 256>>(gemms, count, stream);
-    case Reduction::kStore:
-      return LaunchAs<Config<Reduction::kStore, 128>>(gemms, count, stream);
-  }
-  return cudaErrorInvalidValue;
+  int multiprocessors = 0;
+  DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&multiprocessors));
+  const auto launch = gemms[0].isa == KernelIsa::kSm90 ? LaunchSm90 : LaunchMma;
+  return launch(gemms, count, TileN(gemms[0]), multiprocessors, stream);
 }
 
 }  // namespace dorad::kernels::norm

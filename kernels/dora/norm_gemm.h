@@ -1,5 +1,5 @@
-// The matrix product of both forms of the norm: D = X·Y on Hopper's tensor cores (bf16 operands,
-// fp32 sums), reduced along its rows in registers, so that D is never stored. Internal to
+// The matrix product of both forms of the norm: D = X·Y on tensor cores (bf16 operands, fp32 sums),
+// reduced along its rows in registers, so that D is never stored. Internal to
 // kernels/dora/norm*.cu.
 #pragma once
 
@@ -7,6 +7,8 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+
+#include "kernels/isa/isa.h"
 
 namespace dorad::kernels::norm {
 
@@ -38,6 +40,7 @@ struct RowGemm {
   int64_t splits = 1;        // parts of the sum over K, each a partial of its own
   float scale = 0.0f;        // kSquare
   float* partial = nullptr;  // [Partials(gemm), M], kStore: [splits, M, N]
+  KernelIsa isa = KernelIsa::kSm90;
 };
 
 // Row sums in flight: one for each tile of columns and each split.
@@ -50,8 +53,8 @@ int64_t SplitsFor(const RowGemm& gemm, int64_t most);
 constexpr int kMostGemms = 8;
 
 // Enqueues 1 to kMostGemms products as one launch, so that none waits for the tail of another; more
-// than one must all be kSquare with one layout of z. The launch lets the next kernel start early
-// (programmatic dependent launch).
+// than one must all be kSquare with one layout of z and one isa. The launch lets the next kernel
+// start early (programmatic dependent launch).
 cudaError_t Launch(const RowGemm* gemms, int count, cudaStream_t stream);
 
 }  // namespace dorad::kernels::norm

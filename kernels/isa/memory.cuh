@@ -13,6 +13,13 @@ __device__ inline void CopyAsync16(uint32_t destination, const void* source, boo
                : "memory");
 }
 
+// The first `bytes` of 16, global to shared, and zeros; with 0 source must still be an address.
+__device__ inline void CopyAsyncPart(uint32_t destination, const void* source, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(bytes)
+               : "memory");
+}
+
 // Four bytes, global to shared.
 __device__ inline void CopyAsync4(uint32_t destination, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source)

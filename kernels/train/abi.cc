@@ -5,6 +5,7 @@
 #include "kernels/dora/compose.h"
 #include "kernels/dora/compose_backward.h"
 #include "kernels/dora/norm.h"
+#include "kernels/isa/isa.h"
 #include "kernels/train/factors.h"
 #include "kernels/train/linear.h"
 
@@ -205,6 +206,7 @@ int dorad_direct_norm(const void* w, const void* a, const void* b, const float* 
   params.ldb = ldb;
   params.scale = scale;
   params.w_by_in = w_by_in != 0;
+  params.isa = dorad::kernels::BestIsa();
   return dorad::kernels::DirectNorm(params, static_cast<cudaStream_t>(stream));
 }
 

@@ -6,6 +6,7 @@
 #include "kernels/common/status.h"
 #include "kernels/dora/compose_backward.h"
 #include "kernels/dora/norm.h"
+#include "kernels/isa/isa.h"
 #include "kernels/train/factors.h"
 
 namespace dorad::train {
@@ -279,6 +280,7 @@ cudaError_t MakeNorms(const LinearParams& p, const ForwardPieces& pieces, cudaSt
     norm.in = p.in;
     norm.scale = linear.scale;
     norm.eps = p.eps;
+    norm.isa = kernels::BestIsa();
     if (p.m_type == FloatType::kBF16) {
       norm.magnitude = static_cast<const __nv_bfloat16*>(linear.m);
     } else {

@@ -16,6 +16,7 @@
 #include <vector_types.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -225,5 +226,6 @@ template <typename T>
 T __ldcg(const T* from) {
   return *from;
 }
+inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline int min(int a, int b) { return std::min(a, b); }
 inline int max(int a, int b) { return std::max(a, b); }

@@ -92,6 +92,30 @@ struct MmaIsa {
       }
     }
   }
+  // The same with a B of 64 rows of K, which run along N in blocks of 64 columns at a distance of
+  // `block_bytes`. For warps that have whole rows of D.
+  template <int kN>
+  __device__ static void MultiplyByK(float (&d)[kN / 2], uint32_t a_tile, uint32_t b_tile,
+                                     uint32_t block_bytes) {
+    static_assert(kRowWarps == 4 && kN % 16 == 0);
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int warp = static_cast<int>(threadIdx.x / 32 % 4);
+    const uint32_t a = a_tile + (warp * 16 + lane % 16) * 128;
+    const uint32_t b = b_tile + lane % 16 * 128;
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      uint32_t rows[4];
+      LoadMatrices(rows, a + ((2 * step + lane / 16) ^ lane % 8) * 16);
+#pragma unroll
+      for (int i = 0; i < kN / 16; ++i) {
+        uint32_t columns[4];
+        LoadMatricesTransposed(columns, b + i / 4 * block_bytes + step * 16 * 128 +
+                                            ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16);
+        MmaStep(&d[8 * i], rows, columns[0], columns[1]);
+        MmaStep(&d[8 * i + 4], rows, columns[2], columns[3]);
+      }
+    }
+  }
   __device__ static void End() { __syncwarp(); }
 
  private:

@@ -9,7 +9,7 @@
 namespace dorad::kernels {
 
 // [rows, columns], fetched in boxes of [box_rows, 64]; out of bounds reads as zero. 16-byte
-// aligned; columns and ld are multiples of 8.
+// aligned; ld is a multiple of 8, and so are the columns of what MmaIsa fetches.
 struct PlainMatrix {
   const __nv_bfloat16* data;
   int32_t rows;

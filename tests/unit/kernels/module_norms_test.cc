@@ -4,7 +4,8 @@
 namespace dorad::kernels {
 namespace {
 
-class ModuleNormsTest : public KernelTest {};
+class ModuleNormsTest : public IsaTest {};
+DORAD_FOR_EACH_ISA(ModuleNormsTest);
 
 using Form = cudaError_t (*)(const DoraNormParams&, cudaStream_t);
 using Workspace = size_t (*)(int64_t, int64_t, int64_t);
@@ -114,6 +115,7 @@ class DeviceModule {
     params_.ldb = module.shape().ldb;
     params_.scale = scale;
     params_.w_by_in = w_by_in;
+    params_.isa = tested_isa;
     EXPECT_EQ(SquaredRowNorms(w_.get(), params_.out, params_.in, base_sq_.get(), nullptr),
               cudaSuccess);
   }
@@ -156,28 +158,28 @@ const Shape kOddShapes[] = {{33, 37, 5, 5}, {40, 64, 3, 3}, {6, 1001, 64, 64}, {
 
 constexpr double kScale = 1.5;
 
-TEST_F(ModuleNormsTest, DirectFormMatchesDouble) {
+TEST_P(ModuleNormsTest, DirectFormMatchesDouble) {
   for (const Shape& shape : kAlignedShapes) {
     SCOPED_TRACE(testing::Message() << shape.out << " x " << shape.in << ", r " << shape.rank);
     Module(shape).Check(DirectNorm, DirectNormWorkspace, kScale, 1e-6);
   }
 }
 
-TEST_F(ModuleNormsTest, DirectFormTakesOddSizes) {
+TEST_P(ModuleNormsTest, DirectFormTakesOddSizes) {
   for (const Shape& shape : kOddShapes) {
     SCOPED_TRACE(testing::Message() << shape.out << " x " << shape.in << ", r " << shape.rank);
     Module(shape).Check(DirectNorm, DirectNormWorkspace, kScale, 1e-6);
   }
 }
 
-TEST_F(ModuleNormsTest, FactoredFormMatchesDouble) {
+TEST_P(ModuleNormsTest, FactoredFormMatchesDouble) {
   for (const Shape& shape : kAlignedShapes) {
     SCOPED_TRACE(testing::Message() << shape.out << " x " << shape.in << ", r " << shape.rank);
     Module(shape).Check(FactoredNorm, FactoredNormWorkspace, kScale, 3e-6);
   }
 }
 
-TEST_F(ModuleNormsTest, FactoredFormRefusesOddSizes) {
+TEST_P(ModuleNormsTest, FactoredFormRefusesOddSizes) {
   for (const Shape& shape : kOddShapes) {
     EXPECT_EQ(Module(shape).Run(FactoredNorm, FactoredNormWorkspace, kScale).status,
               cudaErrorInvalidValue);
@@ -185,7 +187,7 @@ TEST_F(ModuleNormsTest, FactoredFormRefusesOddSizes) {
 }
 
 // W near -s·B·A: the factored form's terms cancel, the direct form's do not.
-TEST_F(ModuleNormsTest, DirectFormSurvivesCancellation) {
+TEST_P(ModuleNormsTest, DirectFormSurvivesCancellation) {
   Module module({64, 512, 48, 48}, /*b_deviation=*/0.3f);
   for (int64_t o = 0; o < 64; ++o) {
     const std::vector<double> update = module.Update(o, kScale);
@@ -196,7 +198,7 @@ TEST_F(ModuleNormsTest, DirectFormSurvivesCancellation) {
   module.Check(DirectNorm, DirectNormWorkspace, kScale, 1e-5);
 }
 
-TEST_F(ModuleNormsTest, BothFormsReduceToTheBaseNorm) {
+TEST_P(ModuleNormsTest, BothFormsReduceToTheBaseNorm) {
   const Module module({70, 256, 16, 16});
   module.Check(DirectNorm, DirectNormWorkspace, 0.0, 5e-7);
   module.Check(FactoredNorm, FactoredNormWorkspace, 0.0, 5e-7);
@@ -205,7 +207,7 @@ TEST_F(ModuleNormsTest, BothFormsReduceToTheBaseNorm) {
   without.Check(FactoredNorm, FactoredNormWorkspace, kScale, 5e-7);
 }
 
-TEST_F(ModuleNormsTest, BothFormsRepeatToTheLastBit) {
+TEST_P(ModuleNormsTest, BothFormsRepeatToTheLastBit) {
   const Module module({520, 4104, 136, 136});
   for (const auto& [form, workspace] : std::vector<std::pair<Form, Workspace>>{
            {DirectNorm, DirectNormWorkspace}, {FactoredNorm, FactoredNormWorkspace}}) {
@@ -217,7 +219,7 @@ TEST_F(ModuleNormsTest, BothFormsRepeatToTheLastBit) {
 }
 
 // An embedding's weight lies transposed: on the fast path the same tiles, so the same bits.
-TEST_F(ModuleNormsTest, DirectFormTakesATransposedWeight) {
+TEST_P(ModuleNormsTest, DirectFormTakesATransposedWeight) {
   for (const Shape& shape : std::vector<Shape>{
            {128, 256, 64, 64}, {72, 1000, 16, 16}, {264, 520, 40, 40}, {8, 5000, 384, 384}}) {
     SCOPED_TRACE(testing::Message() << shape.out << " x " << shape.in << ", r " << shape.rank);
@@ -243,7 +245,7 @@ TEST_F(ModuleNormsTest, DirectFormTakesATransposedWeight) {
 }
 
 // More modules than a launch takes, fast, plain and without adaptation.
-TEST_F(ModuleNormsTest, ManyModulesAreAsOneByOne) {
+TEST_P(ModuleNormsTest, ManyModulesAreAsOneByOne) {
   const std::vector<Shape> shapes = {{130, 264, 16, 16},  {33, 37, 5, 5},     {64, 2048, 64, 64},
                                      {257, 520, 8, 8},    {1, 8, 1, 8},       {128, 256, 64, 64},
                                      {96, 320, 320, 320}, {70, 256, 0, 0},    {40, 64, 3, 3},
@@ -265,7 +267,7 @@ TEST_F(ModuleNormsTest, ManyModulesAreAsOneByOne) {
   }
 }
 
-TEST_F(ModuleNormsTest, NanOfAWeightStaysInItsRow) {
+TEST_P(ModuleNormsTest, NanOfAWeightStaysInItsRow) {
   Module module({130, 264, 16, 16});
   module.w()[5 * 264 + 100] = __float2bfloat16_rn(kNan);
   for (const auto& [form, workspace] : std::vector<std::pair<Form, Workspace>>{
@@ -275,7 +277,7 @@ TEST_F(ModuleNormsTest, NanOfAWeightStaysInItsRow) {
   }
 }
 
-TEST_F(ModuleNormsTest, EveryFormMarksADegenerateModule) {
+TEST_P(ModuleNormsTest, EveryFormMarksADegenerateModule) {
   for (const bool planted : {false, true}) {
     // Fast, plain, and without adaptation.
     for (const Shape& shape :
@@ -296,7 +298,7 @@ TEST_F(ModuleNormsTest, EveryFormMarksADegenerateModule) {
   }
 }
 
-TEST_F(ModuleNormsTest, CanBeCapturedInAGraph) {
+TEST_P(ModuleNormsTest, CanBeCapturedInAGraph) {
   const Module module({256, 512, 64, 64});
   cudaStream_t stream;
   DORAD_ASSERT_CUDA(cudaStreamCreate(&stream));
@@ -319,13 +321,14 @@ TEST_F(ModuleNormsTest, CanBeCapturedInAGraph) {
   DORAD_ASSERT_CUDA(cudaStreamDestroy(stream));
 }
 
-TEST_F(ModuleNormsTest, RefusesWhatDoesNotFit) {
+TEST_P(ModuleNormsTest, RefusesWhatDoesNotFit) {
   DoraNormParams params;
   params.out = 64;
   params.in = 64;
   params.rank = 8;
   params.ldb = 8;
   params.scale = 1.0;
+  params.isa = GetParam();
   EXPECT_EQ(DirectNorm(params, nullptr), cudaErrorInvalidValue);  // no workspace
   EXPECT_EQ(FactoredNorm(params, nullptr), cudaErrorInvalidValue);
   params.workspace_bytes = size_t{1} << 30;

@@ -5,15 +5,15 @@
 
 namespace dorad::kernels {
 
-inline void CopyAsync16(uint32_t destination, const void* source, bool valid) {
+inline void CopyAsyncPart(uint32_t destination, const void* source, int bytes) {
   unsigned char* to = emulation::ThisBlock().At(destination);
   emulation::Emulator::Get().Later([=] {
-    if (valid) {
-      std::memcpy(to, source, 16);
-    } else {
-      std::memset(to, 0, 16);
-    }
+    std::memcpy(to, source, bytes);
+    std::memset(to + bytes, 0, 16 - bytes);
   });
+}
+inline void CopyAsync16(uint32_t destination, const void* source, bool valid) {
+  CopyAsyncPart(destination, source, valid ? 16 : 0);
 }
 
 inline void StoreShared(uint32_t address, float2 value) {

@@ -20,6 +20,20 @@ inline void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
   });
 }
 
+inline void LoadMatricesTransposed(uint32_t (&r)[4], uint32_t address) {
+  if (address % 16 != 0) emulation::Fail("a row of a matrix is not aligned");
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  emulation::Exchange(address, [&](const uint32_t* rows) {
+    for (int i = 0; i < 4; ++i) {
+      for (int j = 0; j < 2; ++j) {
+        std::memcpy(reinterpret_cast<unsigned char*>(&r[i]) + 2 * j,
+                    emulation::ThisBlock().At(rows[8 * i + lane % 4 * 2 + j]) + lane / 4 * 2, 2);
+      }
+    }
+    return 0;
+  });
+}
+
 // The halves of a register, the lower one first.
 inline float HalfOf(uint32_t pair, int half) {
   return std::bit_cast<float>(half == 0 ? pair << 16 : pair & 0xFFFF0000);

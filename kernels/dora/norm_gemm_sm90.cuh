@@ -1,8 +1,7 @@
-// One producer warp feeds shared memory with the bulk copy engine; two warpgroups, each with half
-// of the tile's rows, multiply and reduce. The steps over K use a ring of stages, the tile of Z a
-// separate buffer, so that Z is loaded during the product, and the first steps of the next tile
-// during the reduction. CTAs take the tiles of all products with a fixed stride. Internal to
-// norm_gemm.cu; sm_90a.
+// The form of Hopper. One producer warp feeds shared memory with the bulk copy engine; two
+// warpgroups, each with half of the tile's rows, multiply and reduce. The steps over K use a ring
+// of stages, the tile of Z a separate buffer, so that Z is loaded during the product, and the first
+// steps of the next tile during the reduction. Internal to norm_gemm_sm90.cu.
 #pragma once
 
 #include <cuda.h>
@@ -11,100 +10,39 @@
 #include <cstdint>
 
 #include "kernels/dora/norm_gemm.h"
+#include "kernels/dora/norm_gemm_items.cuh"
 #include "kernels/isa/barrier.cuh"
 #include "kernels/isa/dependent_launch.cuh"
-#include "kernels/isa/mma/mma.cuh"
 #include "kernels/isa/sm90/copy.cuh"
 #include "kernels/isa/sm90/wgmma.cuh"
 
 namespace dorad::kernels::norm {
 
-constexpr int kTileM = 128;
-constexpr int kStepK = 64;      // 128 bytes: the width of the swizzle
-constexpr int kBoxBytes = 128;  // of a box's row
 constexpr int kConsumers = 256;
 constexpr int kThreads = 128 + kConsumers;
 constexpr int kRegistersProducer = 40;
 constexpr int kRegistersConsumer = 232;
-constexpr int kAlignment = 1024;  // of the swizzle's atoms; made by hand
 constexpr int kSharedBytes = 226 * 1024 - kAlignment;
 
-// tile_n: columns of D a CTA works on at a time. z_by_n: Z is stored [N, M].
 template <Reduction kind_, int tile_n_, bool z_by_n_ = false>
-struct Config {
-  static constexpr Reduction kind = kind_;
-  static constexpr int tile_n = tile_n_;
-  static constexpr bool z_by_n = z_by_n_;
-  // Y as [K, N]: N is contiguous.
-  static constexpr bool y_by_k = kind == Reduction::kSquare;
+struct Config : Tiling<kind_, tile_n_, z_by_n_> {
+  using Base = Tiling<kind_, tile_n_, z_by_n_>;
+  using Base::kind, Base::tile_n;
   static constexpr int x_bytes = kTileM * kBoxBytes;
   static constexpr int y_bytes = tile_n * kBoxBytes;
   static constexpr int stage_bytes = x_bytes + y_bytes;
   // Z: boxes of 64 columns, each in its own buffer. By N, a box is two, one for each warpgroup: 64
   // rows of N by 64 columns of M.
   static constexpr int z_box_bytes = kTileM * kBoxBytes;
+  static constexpr int z_group_bytes = z_box_bytes / 2;
   static constexpr int z_boxes = kind == Reduction::kStore ? 0 : tile_n / 64;
   static constexpr int z_bytes = z_boxes * z_box_bytes;
   static constexpr int stages = std::min(6, (kSharedBytes - z_bytes) / stage_bytes);
   static constexpr int shared_bytes = stages * stage_bytes + z_bytes + kAlignment;
 };
 
-struct Maps {
-  CUtensorMap x;
-  CUtensorMap y;
-  CUtensorMap z;
-};
-
-struct Problem {
-  float* partial;
-  float scale;
-  uint32_t m;
-  uint32_t n;
-  uint32_t tiles_n;
-  uint32_t splits;
-  uint32_t steps;         // over K
-  uint32_t period_steps;  // of X
-  uint32_t first_item;
-};
-
-// Passed by value: a launch needs no table in memory.
-struct Params {
-  Maps maps[kMostGemms];
-  Problem problems[kMostGemms];
-  int32_t count;
-  uint32_t items;  // tile of columns, split, tile of rows
-};
-static_assert(sizeof(Params) <= 4096);
-
-// A CTA's next unit of work.
-struct Item {
-  int32_t problem;
-  uint32_t m;
-  uint32_t n;
-  uint32_t split;
-  uint32_t partial;  // row of the partial sums
-  uint32_t step_begin;
-  uint32_t step_end;
-};
-
-template <typename C>
-__device__ inline Item ItemOf(const Params& p, uint32_t index) {
-  int32_t i = 0;
-  while (i + 1 < p.count && index >= p.problems[i + 1].first_item) ++i;
-  const Problem& problem = p.problems[i];
-  index -= problem.first_item;
-  const uint32_t tile_n = index % problem.tiles_n;
-  const uint32_t rest = index / problem.tiles_n;
-  Item item;
-  item.problem = i;
-  item.split = rest % problem.splits;
-  item.m = rest / problem.splits * kTileM;
-  item.n = tile_n * C::tile_n;
-  item.partial = tile_n * problem.splits + item.split;
-  item.step_begin = item.split * problem.steps / problem.splits;
-  item.step_end = (item.split + 1) * problem.steps / problem.splits;
-  return item;
-}
+using TensorParams = Params<CUtensorMap>;
+static_assert(sizeof(TensorParams) <= 4096);
 
 // A position in the ring and the phase of its barriers.
 template <int stages>
@@ -130,12 +68,12 @@ struct Shared {
 };
 
 template <typename C>
-__device__ void Produce(const Params& p, const Shared& shared) {
+__device__ void Produce(const TensorParams& p, const Shared& shared) {
   Ring<C::stages> ring;
   uint32_t z_phase = 0;
   for (uint32_t index = blockIdx.x; index < p.items; index += gridDim.x) {
     const Item item = ItemOf<C>(p, index);
-    const Maps& maps = p.maps[item.problem];
+    const auto& maps = p.maps[item.problem];
     const uint32_t period_steps = p.problems[item.problem].period_steps;
     const auto n = static_cast<int>(item.n);
     const auto m = static_cast<int>(item.m);
@@ -185,54 +123,8 @@ __device__ void Produce(const Params& p, const Shared& shared) {
   }
 }
 
-// A pair of z and its two places of D.
-template <Reduction kind>
-__device__ void Reduce(uint32_t pair, float d0, float d1, float scale, float& sum0, float& sum1) {
-  const float z0 = __uint_as_float(pair << 16);
-  const float z1 = __uint_as_float(pair & 0xFFFF0000u);
-  if constexpr (kind == Reduction::kSquare) {
-    const float t0 = fmaf(scale, d0, z0);
-    const float t1 = fmaf(scale, d1, z1);
-    sum0 = fmaf(t0, t0, sum0);
-    sum1 = fmaf(t1, t1, sum1);
-  } else {
-    sum0 = fmaf(z0, d0, sum0);
-    sum1 = fmaf(z1, d1, sum1);
-  }
-}
-
-// A lane's address in its row of Z for ldmatrix: of a warp's 16 rows of D and 16 columns, the four
-// quarters (rows first) belong to eight lanes each.
 template <typename C>
-class ZAddress {
- public:
-  __device__ ZAddress(uint32_t z, int group, int warp, int lane) {
-    const int low = lane / 8 % 2;  // of the two groups of 8 rows of D
-    const int high = lane / 16;    // of the two groups of 8 columns
-    swizzle_ = lane % 8;
-    if constexpr (C::z_by_n) {
-      at_ = z + group * (C::z_box_bytes / 2) + (high * 8 + lane % 8) * kBoxBytes +
-            ((warp * 2 + low) ^ swizzle_) * 16;
-    } else {
-      at_ = z + (group * 64 + warp * 16 + low * 8 + lane % 8) * kBoxBytes;
-      high_ = high;
-    }
-  }
-  // Columns [16·c, 16·c + 16) of a box.
-  __device__ uint32_t Of(int box, int c) const {
-    const uint32_t at = at_ + box * C::z_box_bytes;
-    if constexpr (C::z_by_n) return at + c * 16 * kBoxBytes;
-    return at + ((2 * c + high_) ^ swizzle_) * 16;
-  }
-
- private:
-  uint32_t at_;
-  int swizzle_;
-  int high_ = 0;
-};
-
-template <typename C>
-__device__ void Consume(const Params& p, const Shared& shared) {
+__device__ void Consume(const TensorParams& p, const Shared& shared) {
   const int thread = threadIdx.x - 128;
   const int group = thread / 128;
   const int lane = thread % 32;
@@ -283,54 +175,26 @@ __device__ void Consume(const Params& p, const Shared& shared) {
 
     const uint32_t low = item.m + row + lane / 4;
     if constexpr (C::kind == Reduction::kStore) {
-      const uint32_t columns = problem.n;
-      float* const to = partial + static_cast<int64_t>(item.split) * rows * columns;
-#pragma unroll
-      for (int i = 0; i < C::tile_n / 2; ++i) {
-        const uint32_t column = item.n + i / 4 * 8 + lane % 4 * 2 + i % 2;
-        const uint32_t m = low + i / 2 % 2 * 8;
-        if (m < rows && column < columns) to[static_cast<int64_t>(m) * columns + column] = d[i];
-      }
+      StoreTile(d, low, rows, item.n, problem.n, lane,
+                partial + static_cast<int64_t>(item.split) * rows * problem.n);
     } else {
-      // Two sums a row, for shorter chains.
       float sum[2][2] = {};
 #pragma unroll
       for (int box = 0; box < C::z_boxes; ++box) {
         BarrierWait(shared.z_full + 8 * box, z_phase);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {  // 16 columns
-          uint32_t pairs[4];
-          if constexpr (C::z_by_n) {
-            LoadMatricesTransposed(pairs, z_address.Of(box, c));
-          } else {
-            LoadMatrices(pairs, z_address.Of(box, c));
-          }
-          const int at = (box * 8 + 2 * c) * 4;
-          Reduce<C::kind>(pairs[0], d[at], d[at + 1], scale, sum[0][0], sum[0][1]);
-          Reduce<C::kind>(pairs[1], d[at + 2], d[at + 3], scale, sum[1][0], sum[1][1]);
-          Reduce<C::kind>(pairs[2], d[at + 4], d[at + 5], scale, sum[0][0], sum[0][1]);
-          Reduce<C::kind>(pairs[3], d[at + 6], d[at + 7], scale, sum[1][0], sum[1][1]);
-        }
+        ReduceBox(z_address, box, d, scale, sum);
         __syncwarp();
         release(shared.z_empty + 8 * box);
       }
       z_phase ^= 1;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float total = sum[half][0] + sum[half][1];
-        total += __shfl_xor_sync(0xFFFFFFFFu, total, 1);
-        total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
-        const uint32_t m = low + 8 * half;
-        if (lane % 4 == 0 && m < rows) {
-          partial[static_cast<int64_t>(item.partial) * rows + m] = total;
-        }
-      }
+      StoreSums(sum, low, rows, lane, partial + static_cast<int64_t>(item.partial) * rows);
     }
   }
 }
 
 template <typename C>
-__global__ void __launch_bounds__(kThreads, 1) RowGemmKernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads, 1)
+    RowGemmKernel(const __grid_constant__ TensorParams p) {
   extern __shared__ uint8_t raw[];
   __shared__ alignas(8) uint64_t barriers[2 * (C::stages + C::z_boxes)];
   Shared shared;

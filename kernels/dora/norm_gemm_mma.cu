@@ -1,0 +1,37 @@
+#include <algorithm>
+
+#include "kernels/common/status.h"
+#include "kernels/dora/norm_gemm_launch.h"
+#include "kernels/dora/norm_gemm_mma.cuh"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/launch.h"
+
+namespace dorad::kernels::norm {
+namespace {
+
+template <typename C>
+__global__ void __launch_bounds__(kMmaThreads, 1)
+    RowGemmMmaKernel(const __grid_constant__ PlainParams p) {
+  extern __shared__ uint8_t raw[];
+  __shared__ alignas(8) uint64_t barriers[kMmaStages];
+  LaunchDependents();
+  WaitForPrevious();
+  const uint32_t stages = (SharedAddress(raw) + kAlignment - 1) / kAlignment * kAlignment;
+  RowGemmBlock<C>(p, stages, SharedAddress(barriers));
+}
+
+}  // namespace
+
+cudaError_t LaunchMma(const RowGemm* gemms, int count, int tile_n, int multiprocessors,
+                      cudaStream_t stream) {
+  return WithConfig<MmaConfig>(gemms[0], tile_n, [&](auto config) {
+    using C = decltype(config);
+    PlainParams params;
+    DORAD_CUDA_RETURN_IF_ERROR(
+        Describe<C>(gemms, count, {kWarpRows, kWarpRows, kWarpRows}, &params));
+    const unsigned blocks = std::min(params.items, static_cast<unsigned>(multiprocessors));
+    return LaunchEarly(RowGemmMmaKernel<C>, blocks, kMmaThreads, kMmaSharedBytes, stream, params);
+  });
+}
+
+}  // namespace dorad::kernels::norm
