@@ -382,6 +382,7 @@ absl::StatusOr<std::unique_ptr<App>> App::Start(const Config& given,
   LogInfo("model loaded", {{"name", model.name},
                            {"model_type", model.model_type},
                            {"digest", model.digest},
+                           {"instruction_set", model.instruction_set},
                            {"weight_bytes", model.weight_bytes},
                            {"kv_pages", model.kv_pages},
                            {"seconds", absl::ToDoubleSeconds(Since(begin))}});

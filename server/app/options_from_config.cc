@@ -127,6 +127,7 @@ rpc::Peers::Options ToPeerOptions(const Config& config, const security::TlsFiles
 Metrics::Info ToMetricsInfo(const Config& config, const Backend::Info& model) {
   Metrics::Info info{DORAD_VERSION, model.name, model.model_type, config.model.device,
                      config.model.compute_dtype};
+  info.instruction_set = model.instruction_set;
   info.commit = DORAD_COMMIT;
 #ifdef DORAD_CUDA
   info.cuda = true;
@@ -142,6 +143,7 @@ rpc::ServerInfo ToServerInfo(const Config& config, const Backend::Info& model) {
   rpc::ServerInfo info;
   info.version = DORAD_VERSION;
   info.device = config.model.device;
+  info.instruction_set = model.instruction_set;
   info.model_type = model.model_type;
   info.model_name = model.name;
   info.model_digest = model.digest;

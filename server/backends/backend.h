@@ -37,6 +37,7 @@ class Backend {
     std::string model_type;
     std::string name;  // the folder's
     std::string digest;
+    std::string instruction_set;  // of a GPU's kernels: "sm90" or "mma"; empty on the CPU
     int64_t vocab_size = 0;
     int64_t hidden_size = 0;
     int64_t num_layers = 0;
@@ -64,7 +65,8 @@ class Backend {
   static absl::StatusOr<model::ModelConfig> ReadModel(const Config& config);
   // Reads the weights for model.device. Statuses of model::ReadModelConfig and of the device's
   // loading, and INVALID_ARGUMENT (KV_TOO_SMALL, MAX_CONTEXT_OUT_OF_RANGE, DEVICE_NOT_BUILT,
-  // WATER_MARKS_CROSSED, OUT_OF_MEMORY: a KV cache that the host can never hold).
+  // WATER_MARKS_CROSSED, INSTRUCTION_SET_UNSUPPORTED, OUT_OF_MEMORY: a KV cache that the host can
+  // never hold).
   static absl::StatusOr<std::unique_ptr<Backend>> Load(const Config& config);
   // The checks of Load that need neither device nor weights; same statuses.
   static absl::Status Check(const Config& config);

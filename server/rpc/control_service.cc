@@ -84,6 +84,7 @@ void FillInfo(const Services& services, const security::Principal& caller,
               v1::GetInfoResponse* to) {
   to->set_version(services.info.version);
   to->set_device(services.info.device);
+  to->set_instruction_set(services.info.instruction_set);
   FillModel(services, to->mutable_model());
   FillLimits(services, to->mutable_limits());
   FillEngine(services, caller, to->mutable_engine());

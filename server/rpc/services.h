@@ -39,6 +39,7 @@ namespace dorad::rpc {
 struct ServerInfo {
   std::string version;
   std::string device;
+  std::string instruction_set;  // of a GPU
   std::string model_type;
   std::string model_name;
   std::string model_digest;

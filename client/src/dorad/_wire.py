@@ -421,4 +421,5 @@ def server_info(message: control_pb2.GetInfoResponse) -> t.ServerInfo:
         shared_weight_bytes=message.shared_weight_bytes,
         peer_bytes_sent=message.peer_bytes_sent,
         peer_bytes_received=message.peer_bytes_received,
+        instruction_set=message.instruction_set,
     )

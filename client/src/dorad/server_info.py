@@ -93,3 +93,5 @@ class ServerInfo:
     peer_bytes_sent: int = 0
     """Of adapters to other servers, since the start."""
     peer_bytes_received: int = 0
+    instruction_set: str = ""
+    """Of a GPU's kernels, "sm90" or "mma"; "" on the CPU."""

@@ -30,7 +30,7 @@ absl::StatusOr<std::shared_ptr<const CudaAdapterWeights>> FinishAdapter(
   std::memcpy(image.data(), modules.data(), count * sizeof(DoraFactors));
   for (int id = 0; id < count; ++id) {
     const BaseModule& module = model.modules().all()[id];
-    if (module.kind != ModuleKind::kLinear) continue;
+    if (module.kind != ModuleKind::kLinear || model.isa() != kernels::KernelIsa::kSm90) continue;
     CUtensorMap maps[2];
     DORAD_RETURN_IF_CUDA_ERROR(kernels::EncodeDoraMaps(modules[id], static_cast<int>(module.cols),
                                                        static_cast<int>(module.rows), maps),

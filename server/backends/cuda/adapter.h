@@ -24,8 +24,8 @@ class CudaAdapterWeights final : public adapter::AdapterWeights {
   // By module id; pointers are to device memory. rank 0 where the module is not adapted. Linear
   // modules: a [R, in], b [out, ldb]. The embedding: a [V, R], b [D, ldb].
   const std::vector<kernels::DoraFactors>& modules() const { return modules_; }
-  // On the device: modules(), followed (at ImageMapsOffset) by two tensor maps for each module. The
-  // contents of a slot in the table of adapters.
+  // On the device: modules(), followed (at ImageMapsOffset) by two tensor maps for each module,
+  // zeros with other instruction sets than kSm90. The contents of a slot in the table of adapters.
   const void* image() const { return image_; }
   int64_t bytes() const { return memory_.bytes(); }
   // The whole adapter: its factors, followed by the image.

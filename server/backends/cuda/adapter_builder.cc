@@ -345,6 +345,7 @@ class AdapterBuild {
       params.scale = module.tensors->target.scale;
       params.eps = NormEpsilon(model_.CheckpointDtype(module.id));
       params.w_by_in = module.is_embedding();
+      params.isa = model_.isa();
       if (params.scale == 0.0 && !module.is_embedding()) {
         auto* squares = scratch_.as<float>(workspace_at + module.partials_bytes());
         DORAD_RETURN_IF_CUDA_ERROR(

@@ -70,6 +70,9 @@ class CudaBackend final : public Backend {
  public:
   absl::Status Load(const Config& config, model::ModelConfig model_config) {
     DORAD_ASSIGN_OR_RETURN(const cuda::DeviceMemory memory, cuda::OpenDevice());
+    DORAD_ASSIGN_OR_RETURN(const kernels::KernelIsa isa,
+                           cuda::ChooseIsa(config.engine.instruction_set));
+    info_.instruction_set = std::string(cuda::NameOf(isa));
     DORAD_RETURN_IF_ERROR(CheckWaterMarks(config.memory, memory.total));
     ledger_.set_limit(ByteLimit(config.memory.vram_limit, memory.total));
     ledger_.SetReserve(config.memory.reserve, cuda::MemoryOfDevice);
@@ -86,8 +89,9 @@ class CudaBackend final : public Backend {
         {{"weights", cuda::CudaModel::BytesFor(model_config)}, {"kv", info_.kv_bytes}}, memory));
     DORAD_ASSIGN_OR_RETURN(gaps_, cuda::BackgroundLaunchQueue::Create());
     DORAD_ASSIGN_OR_RETURN(
-        model_, cuda::CudaModel::Load(config.model.path, std::move(model_config), &ledger_,
-                                      /*shareable=*/!config.server.shared_memory_socket.empty()));
+        model_,
+        cuda::CudaModel::Load(config.model.path, std::move(model_config), &ledger_,
+                              /*shareable=*/!config.server.shared_memory_socket.empty(), isa));
     info_.digest = model_->digest();
     info_.num_parameters = model_->num_parameters();
     info_.weight_bytes = model_->bytes();

@@ -51,7 +51,8 @@ absl::StatusOr<std::unique_ptr<CudaDecoder>> CudaDecoder::Create(const CudaModel
     }
   }
   const int64_t most_rows = std::max(options.max_rows, options.max_logits_rows);
-  DORAD_ASSIGN_OR_RETURN(Linear linear, Linear::Create(groups, most_rows, ledger, stream));
+  DORAD_ASSIGN_OR_RETURN(Linear linear,
+                         Linear::Create(groups, most_rows, model->isa(), ledger, stream));
   std::unique_ptr<CudaDecoder> decoder(new CudaDecoder(model, options, stream, std::move(linear)));
   DORAD_RETURN_IF_ERROR(decoder->AllocateAll(ledger));
   DORAD_RETURN_IF_ERROR(decoder->UploadRope());

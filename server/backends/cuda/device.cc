@@ -10,8 +10,21 @@
 namespace dorad::cuda {
 namespace {
 
-// Kernels are compiled for this compute capability only (sm_90a).
-constexpr int kMajor = 9;
+// The least compute capability of the kernels: cp.async, mma.sync of bf16 and mbarriers.
+constexpr int kLeastMajor = 8;
+
+struct Gpu {
+  std::string name;
+  int major = 0;
+  std::string capability;  // "8.9"
+};
+
+absl::StatusOr<Gpu> ReadGpu() {
+  cudaDeviceProp properties;
+  DORAD_RETURN_IF_CUDA_ERROR(cudaGetDeviceProperties(&properties, 0), "opening the GPU");
+  return Gpu{properties.name, properties.major,
+             absl::StrCat(properties.major, ".", properties.minor)};
+}
 
 std::string Gigabytes(int64_t bytes) { return absl::StrFormat("%.2f GB", 1e-9 * bytes); }
 
@@ -66,13 +79,31 @@ absl::StatusOr<std::string> FindGpu() {
   const cudaError_t error = cudaGetDeviceCount(&devices);
   if (error != cudaSuccess) return unavailable(cudaGetErrorString(error));
   if (devices == 0) return unavailable("there is none");
-  cudaDeviceProp properties;
-  DORAD_RETURN_IF_CUDA_ERROR(cudaGetDeviceProperties(&properties, 0), "opening the GPU");
-  if (properties.major != kMajor) {
-    return unavailable(absl::StrCat(properties.name, " has compute capability ", properties.major,
-                                    ".", properties.minor, "; the kernels need 9.0 (Hopper)"));
+  DORAD_ASSIGN_OR_RETURN(const Gpu gpu, ReadGpu());
+  const std::string has = absl::StrCat(gpu.name, " has compute capability ", gpu.capability);
+  if (gpu.major < kLeastMajor) {
+    return unavailable(absl::StrCat(has, "; the kernels need ", kLeastMajor, ".0 or later"));
   }
-  return std::string(properties.name);
+  if (!kernels::HasKernels(kernels::BestIsa())) {
+    return unavailable(absl::StrCat(has, ", for which this build has no kernels (KERNEL_ARCHS)"));
+  }
+  return gpu.name;
+}
+
+std::string_view NameOf(kernels::KernelIsa isa) {
+  return isa == kernels::KernelIsa::kSm90 ? "sm90" : "mma";
+}
+
+absl::StatusOr<kernels::KernelIsa> ChooseIsa(std::string_view setting) {
+  if (setting == "auto") return kernels::BestIsa();
+  const kernels::KernelIsa isa =
+      setting == "sm90" ? kernels::KernelIsa::kSm90 : kernels::KernelIsa::kMma;
+  if (kernels::HasKernels(isa)) return isa;
+  DORAD_ASSIGN_OR_RETURN(const Gpu gpu, ReadGpu());
+  return MakeInvalid("engine",
+                     {{"engine.instruction_set", "INSTRUCTION_SET_UNSUPPORTED",
+                       absl::StrCat("this build has no kernels of ", std::string(setting), " for ",
+                                    gpu.name, ", whose compute capability is ", gpu.capability)}});
 }
 
 absl::StatusOr<DeviceMemory> OpenDevice() {

@@ -15,6 +15,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "kernels/isa/isa.h"
 
 namespace dorad::cuda {
 
@@ -33,11 +34,17 @@ struct DeviceMemory {
 
 absl::StatusOr<DeviceMemory> MemoryOfDevice();
 
-// Opens the GPU for this process. FAILED_PRECONDITION (DEVICE_UNAVAILABLE) unless the kernels
-// support it.
+// The name of the GPU. FAILED_PRECONDITION (DEVICE_UNAVAILABLE) unless this build has kernels for
+// it.
 absl::StatusOr<std::string> FindGpu();
 // Makes that GPU this process's. FAILED_PRECONDITION (DEVICE_UNAVAILABLE) as FindGpu.
 absl::StatusOr<DeviceMemory> OpenDevice();
+
+// The instruction set that engine.instruction_set asks for: "auto", or one by its name.
+// INVALID_ARGUMENT (INSTRUCTION_SET_UNSUPPORTED) if there is no code of it for this GPU. REQUIRES:
+// OpenDevice.
+absl::StatusOr<kernels::KernelIsa> ChooseIsa(std::string_view setting);
+std::string_view NameOf(kernels::KernelIsa isa);  // "sm90", "mma"
 
 // Returns the pool of DeviceBuffers to the device. Waits for the device's work.
 void TrimFreedMemory();

@@ -37,28 +37,32 @@ bool WantsLibrary(const LinearGroup& group) { return WorkspaceBytes(group, 1) ==
 // same.
 constexpr int64_t kRowsOfAnAdapter = 40;
 
-// Whether all rows can go through one launch, and should.
-bool TakenAtOnce(const LinearGroup& group, const LinearRows& rows) {
-  const auto ranges = static_cast<int64_t>(rows.ranges.size());
-  return rows.rows > kernels::kSegmentBlockRows && ranges <= kernels::kPrefillMaxSegments &&
-         (ranges == 1 || ranges * kRowsOfAnAdapter <= rows.rows) &&
-         kernels::DoraLinearPrefillWorkspaceBytes(ShapeOf(group), static_cast<int>(rows.rows),
-                                                  kMaxRank) > 0;
+// For so many rows in one launch; 0 for shapes that it does not support, and for kMma.
+size_t PrefillBytes(kernels::KernelIsa isa, const LinearGroup& group, int64_t rows) {
+  if (isa != kernels::KernelIsa::kSm90) return 0;
+  return kernels::DoraLinearPrefillWorkspaceBytes(ShapeOf(group), static_cast<int>(rows), kMaxRank);
 }
 
 }  // namespace
 
+bool Linear::TakesAtOnce(const LinearGroup& group, const LinearRows& rows) const {
+  const auto ranges = static_cast<int64_t>(rows.ranges.size());
+  return rows.rows > kernels::kSegmentBlockRows && ranges <= kernels::kPrefillMaxSegments &&
+         (ranges == 1 || ranges * kRowsOfAnAdapter <= rows.rows) &&
+         PrefillBytes(isa_, group, rows.rows) > 0;
+}
+
 absl::StatusOr<Linear> Linear::Create(absl::Span<const LinearGroup* const> groups, int64_t max_rows,
-                                      MemoryLedger* ledger, const Stream* stream) {
+                                      kernels::KernelIsa isa, MemoryLedger* ledger,
+                                      const Stream* stream) {
   size_t bytes = kernels::kDoraLinearSignalBytes;
   int64_t widest = 0;  // of the library's
   for (const LinearGroup* group : groups) {
     if (WantsLibrary(*group)) widest = std::max(widest, group->out);
     bytes = std::max(bytes, WorkspaceBytes(*group, kernels::kDoraLinearMaxRows));
-    bytes = std::max(bytes, kernels::DoraLinearPrefillWorkspaceBytes(
-                                ShapeOf(*group), static_cast<int>(max_rows), kMaxRank));
+    bytes = std::max(bytes, PrefillBytes(isa, *group, max_rows));
   }
-  Linear linear(stream);
+  Linear linear(isa, stream);
   if (widest > 0) {
     DORAD_ASSIGN_OR_RETURN(LibraryLinear library,
                            LibraryLinear::Create(*stream, max_rows, widest, ledger));
@@ -86,7 +90,7 @@ template <typename T>
 absl::Status Linear::RunAs(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
                            T* y) {
   if (WantsLibrary(group)) return library_->Run(group, rows, x, y);
-  if (TakenAtOnce(group, rows)) {
+  if (TakesAtOnce(group, rows)) {
     kernels::DoraLinearPrefillParams params;
     params.shape = ShapeOf(group);
     params.rows = static_cast<int32_t>(rows.rows);
@@ -106,6 +110,7 @@ absl::Status Linear::RunAs(const LinearGroup& group, const LinearRows& rows, con
     return ToStatus(kernels::DoraLinearPrefill(params, stream_->get()), kStep);
   }
   kernels::DoraLinearParams params;
+  params.isa = isa_;
   params.shape = ShapeOf(group);
   params.max_rank = rows.adapted ? kMaxRank : 0;
   params.w = group.weight;

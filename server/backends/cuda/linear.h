@@ -10,6 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "kernels/isa/isa.h"
 #include "server/backends/cuda/batch.h"
 #include "server/backends/cuda/device.h"
 #include "server/backends/cuda/library_linear.h"
@@ -21,8 +22,8 @@ class Linear {
  public:
   // groups: all groups of the model, for the size of the workspace. The stream is borrowed.
   static absl::StatusOr<Linear> Create(absl::Span<const LinearGroup* const> groups,
-                                       int64_t max_rows, MemoryLedger* ledger,
-                                       const Stream* stream);
+                                       int64_t max_rows, kernels::KernelIsa isa,
+                                       MemoryLedger* ledger, const Stream* stream);
 
   // y = g ⊙ (W x + s·B(A x)) + bias. x: [rows, in] bf16; y: [rows, out]. Launches only. With the
   // fused kernel a row's bits do not depend on the other rows.
@@ -40,9 +41,13 @@ class Linear {
   absl::Status RunAs(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
                      T* y);
 
-  explicit Linear(const Stream* stream) : stream_(stream) {}
+  Linear(kernels::KernelIsa isa, const Stream* stream) : isa_(isa), stream_(stream) {}
+
+  // Whether all rows can go through one launch.
+  bool TakesAtOnce(const LinearGroup& group, const LinearRows& rows) const;
 
   std::optional<LibraryLinear> library_;  // of a model with shapes that the kernel does not support
+  kernels::KernelIsa isa_;
   const Stream* stream_;
   DeviceBuffer workspace_;
 };

@@ -368,18 +368,22 @@ class CudaModel::Sink final : public model::WeightSink {
   std::unique_ptr<Uploader> uploader_;  // ends first
 };
 
-CudaModel::CudaModel(model::ModelConfig config)
-    : config_(std::move(config)), modules_(MakeModules(config_)), matrices_(modules_.size()) {}
+CudaModel::CudaModel(model::ModelConfig config, kernels::KernelIsa isa)
+    : config_(std::move(config)),
+      isa_(isa),
+      modules_(MakeModules(config_)),
+      matrices_(modules_.size()) {}
 
 int64_t CudaModel::BytesFor(model::ModelConfig config) {
-  CudaModel model(std::move(config));
+  CudaModel model(std::move(config), kernels::KernelIsa::kSm90);  // any
   return Places(&model).LayOut(0);
 }
 
 absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Load(const std::string& dir,
                                                            model::ModelConfig config,
-                                                           MemoryLedger* ledger, bool shareable) {
-  std::unique_ptr<CudaModel> model(new CudaModel(std::move(config)));
+                                                           MemoryLedger* ledger, bool shareable,
+                                                           kernels::KernelIsa isa) {
+  std::unique_ptr<CudaModel> model(new CudaModel(std::move(config), isa));
   model->shareable_ = shareable;
   DORAD_ASSIGN_OR_RETURN(const std::unique_ptr<Sink> sink, Sink::Create(model.get(), ledger));
   DORAD_ASSIGN_OR_RETURN(model::ImportedCheckpoint imported,
@@ -416,8 +420,9 @@ absl::Status CudaModel::Restore() {
 }
 
 absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Random(model::ModelConfig config,
-                                                             uint32_t seed, MemoryLedger* ledger) {
-  std::unique_ptr<CudaModel> model(new CudaModel(std::move(config)));
+                                                             uint32_t seed, MemoryLedger* ledger,
+                                                             kernels::KernelIsa isa) {
+  std::unique_ptr<CudaModel> model(new CudaModel(std::move(config), isa));
   DORAD_ASSIGN_OR_RETURN(const std::unique_ptr<Sink> sink, Sink::Create(model.get(), ledger));
   DORAD_RETURN_IF_ERROR(sink->Allocate({}));
   DORAD_RETURN_IF_ERROR(sink->Randomise(seed));

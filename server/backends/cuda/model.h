@@ -18,6 +18,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "kernels/isa/isa.h"
 #include "server/adapter/peft/base_modules.h"
 #include "server/backends/cuda/device.h"
 #include "server/backends/cuda/mapped_memory.h"
@@ -92,15 +93,16 @@ class CudaModel {
   // Of a configuration's weights on the device.
   static int64_t BytesFor(model::ModelConfig config);
   // model::ImportWeights' statuses and OUT_OF_MEMORY. The ledger is borrowed; kind "weights".
-  // `shareable`: they can be leased.
-  static absl::StatusOr<std::unique_ptr<CudaModel>> Load(const std::string& dir,
-                                                         model::ModelConfig config,
-                                                         MemoryLedger* ledger, bool shareable);
+  // `shareable`: they can be leased. isa: of the kernels that compute with them.
+  static absl::StatusOr<std::unique_ptr<CudaModel>> Load(
+      const std::string& dir, model::ModelConfig config, MemoryLedger* ledger, bool shareable,
+      kernels::KernelIsa isa = kernels::BestIsa());
 
   // Random weights of a configuration's shapes, for benchmarks: matrices uniform in ±0.035
   // (standard deviation 0.02), biases 0, norms 1.
-  static absl::StatusOr<std::unique_ptr<CudaModel>> Random(model::ModelConfig config, uint32_t seed,
-                                                           MemoryLedger* ledger);
+  static absl::StatusOr<std::unique_ptr<CudaModel>> Random(
+      model::ModelConfig config, uint32_t seed, MemoryLedger* ledger,
+      kernels::KernelIsa isa = kernels::BestIsa());
 
   // Keeps the weights in device memory while it lives, on the thread that got it.
   class Use {
@@ -142,6 +144,7 @@ class CudaModel {
 
   const model::ModelConfig& config() const { return config_; }
   const adapter::BaseModules& modules() const { return modules_; }
+  kernels::KernelIsa isa() const { return isa_; }
   const std::vector<LayerWeights>& layers() const { return layers_; }
   const LinearGroup& head() const { return head_; }
   const TowerWeights& tower() const { return tower_; }  // empty: none is served
@@ -158,9 +161,10 @@ class CudaModel {
  private:
   class Places;
   class Sink;
-  explicit CudaModel(model::ModelConfig config);
+  CudaModel(model::ModelConfig config, kernels::KernelIsa isa);
 
   const model::ModelConfig config_;
+  const kernels::KernelIsa isa_;
   const adapter::BaseModules modules_;
   absl::Status Restore();
   // Unmaps the memory if it is mapped, asleep and not leased. REQUIRES: mu_ is held for writing.

@@ -60,7 +60,8 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
     options.max_logits_rows = kDeviceLogitsRows;
     DORAD_ASSIGN_OR_RETURN(decoder_, CudaDecoder::Create(model, options, ledger, &stream_));
     DORAD_ASSIGN_OR_RETURN(Sampler sampler,
-                           Sampler::Create(model->config().vocab_size, ledger, &stream_));
+                           Sampler::Create(model->config().vocab_size, kDeviceLogitsRows,
+                                           model->isa(), ledger, &stream_));
     sampler_.emplace(std::move(sampler));
     if (model->config().vision) {
       DORAD_ASSIGN_OR_RETURN(encoder_, VisionEncoder::Create(model, &slots_, ledger, &stream_));

@@ -126,12 +126,21 @@ struct Sampler::Specs {
   }
 };
 
-absl::StatusOr<Sampler> Sampler::Create(int64_t vocab_size, MemoryLedger* ledger,
+absl::StatusOr<Sampler> Sampler::Create(int64_t vocab_size, int64_t max_rows,
+                                        kernels::KernelIsa isa, MemoryLedger* ledger,
                                         const Stream* stream) {
   static_assert(kStepsInFlight == 2);
   DORAD_ASSIGN_OR_RETURN(Event first, Event::Create());
   DORAD_ASSIGN_OR_RETURN(Event second, Event::Create());
-  return Sampler(vocab_size, ledger, stream, std::move(first), std::move(second));
+  size_t bytes = 0;
+  DORAD_RETURN_IF_CUDA_ERROR(kernels::SampleWorkspaceBytes(isa, static_cast<int>(max_rows),
+                                                           static_cast<int>(vocab_size), &bytes),
+                             kStep);
+  DORAD_ASSIGN_OR_RETURN(
+      DeviceBuffer workspace,
+      DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace, static_cast<int64_t>(bytes)));
+  return Sampler(vocab_size, isa, std::move(workspace), ledger, stream, std::move(first),
+                 std::move(second));
 }
 
 absl::Status Sampler::Begin(const engine::StepBatch& batch,
@@ -229,6 +238,9 @@ Params Sampler::NextRows(int64_t rows, const float* logits) {
   params.rows = static_cast<int32_t>(rows);
   params.vocabulary = static_cast<int32_t>(vocab_size_);
   params.max_top = step.max_top;
+  params.isa = isa_;
+  params.workspace = workspace_.as<>();
+  params.workspace_bytes = static_cast<size_t>(workspace_.bytes());
   step.launched += rows;
   return params;
 }

@@ -7,10 +7,12 @@
 
 #include <array>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "kernels/isa/isa.h"
 #include "kernels/sampling/sampling.h"
 #include "server/backends/cuda/batch.h"
 #include "server/backends/cuda/device.h"
@@ -21,8 +23,9 @@ namespace dorad::cuda {
 
 class Sampler {
  public:
-  // ledger and stream are borrowed.
-  static absl::StatusOr<Sampler> Create(int64_t vocab_size, MemoryLedger* ledger,
+  // max_rows: of a call of Sample or Score. ledger and stream are borrowed.
+  static absl::StatusOr<Sampler> Create(int64_t vocab_size, int64_t max_rows,
+                                        kernels::KernelIsa isa, MemoryLedger* ledger,
                                         const Stream* stream);
 
   // Sends the parameters of the batch's samples and scores to the device, ordered with the stream's
@@ -77,8 +80,11 @@ class Sampler {
   };
   struct Specs;
 
-  Sampler(int64_t vocab_size, MemoryLedger* ledger, const Stream* stream, Event first, Event second)
+  Sampler(int64_t vocab_size, kernels::KernelIsa isa, DeviceBuffer workspace, MemoryLedger* ledger,
+          const Stream* stream, Event first, Event second)
       : vocab_size_(vocab_size),
+        isa_(isa),
+        workspace_(std::move(workspace)),
         ledger_(ledger),
         stream_(*stream),
         steps_{Step(std::move(first)), Step(std::move(second))} {}
@@ -88,6 +94,8 @@ class Sampler {
   Params NextRows(int64_t rows, const float* logits);
 
   const int64_t vocab_size_;
+  const kernels::KernelIsa isa_;
+  DeviceBuffer workspace_;
   MemoryLedger* const ledger_;
   const Stream& stream_;
   std::array<Step, kStepsInFlight> steps_;

@@ -84,7 +84,8 @@ absl::StatusOr<std::unique_ptr<VisionEncoder>> VisionEncoder::Create(const CudaM
   for (const TowerWeights::Merger& merger : tower.deepstack_mergers) {
     groups.insert(groups.end(), {&merger.fc1, &merger.fc2});
   }
-  DORAD_ASSIGN_OR_RETURN(Linear linear, Linear::Create(groups, kMostRows, ledger, stream));
+  DORAD_ASSIGN_OR_RETURN(Linear linear,
+                         Linear::Create(groups, kMostRows, model->isa(), ledger, stream));
   return std::unique_ptr<VisionEncoder>(
       new VisionEncoder(model, slots, ledger, stream, std::move(linear)));
 }

@@ -47,6 +47,7 @@ struct EngineConfig {
   bool deterministic = true;
   double gpu_share = 1.0;                // the largest share of time for steps; also on the CPU
   std::string stream_priority = "high";  // of steps on a GPU: "high", "normal", "low"
+  std::string instruction_set = "auto";  // of the kernels on a GPU: "sm90", "mma"; "auto": the best
   double watchdog_seconds = 120.0;       // no progress of the engine: health NOT_SERVING, exit
 };
 

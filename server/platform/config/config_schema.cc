@@ -130,6 +130,7 @@ std::vector<ConfigKey> AllKeys() {
       .Boolean("deterministic", &Engine::deterministic)
       .Share("gpu_share", &Engine::gpu_share, 0.01, 1)
       .Choice("stream_priority", &Engine::stream_priority, {"high", "normal", "low"})
+      .Choice("instruction_set", &Engine::instruction_set, {"auto", "sm90", "mma"})
       .Seconds("watchdog_seconds", &Engine::watchdog_seconds, 5);
   SectionKeys("memory", &Config::memory, &keys)
       .ByteLimit("vram_limit", &Memory::vram_limit)

@@ -57,6 +57,7 @@ struct Metrics::Impl {
         .Add({{"model", info.model},
               {"model_type", info.model_type},
               {"device", info.device},
+              {"instruction_set", info.instruction_set},
               {"compute_dtype", info.compute_dtype}})
         .Set(1);
     if (info.vllm_aliases) {

@@ -113,6 +113,12 @@ TEST(OptionsFromConfigTest, LoadsAndUploadsAreBoundedByTheSameSize) {
   EXPECT_TRUE(uploads.has_store);
 }
 
+TEST(OptionsFromConfigTest, TheInstructionSetIsTheBackendsChoice) {
+  const Backend::Info info{.instruction_set = "mma"};
+  EXPECT_EQ(ToServerInfo({}, info).instruction_set, "mma");
+  EXPECT_EQ(ToMetricsInfo({}, info).instruction_set, "mma");
+}
+
 TEST(OptionsFromConfigTest, ClientsAreToldTheHandoverSocketsAbsolutePath) {
   Config config;
   EXPECT_EQ(ToServerInfo(config, {}).shared_memory_socket, "");

@@ -123,13 +123,13 @@ std::vector<T> Read(const T* from, int64_t size) {
   return values;
 }
 
-class AdapterBuilderTest : public kernels::KernelTest {
+class AdapterBuilderTest : public kernels::IsaTest {
  protected:
   void SetUp() override {
-    kernels::KernelTest::SetUp();
+    kernels::IsaTest::SetUp();
     if (IsSkipped()) return;
     ASSERT_TRUE(OpenDevice().ok());
-    model_ = Must(CudaModel::Random(SmallModel(3), 1, &ledger_));
+    model_ = Must(CudaModel::Random(SmallModel(3), 1, &ledger_, GetParam()));
     gaps_ = Must(BackgroundLaunchQueue::Create());
     // Pieces smaller than most tensors.
     builder_ = Must(MakeCudaAdapterBuilder(model_.get(), gaps_.get(), &ledger_, {3, 4096, 2}));
@@ -175,7 +175,9 @@ class AdapterBuilderTest : public kernels::KernelTest {
   std::unique_ptr<adapter::AdapterBuilder> builder_;
 };
 
-TEST_F(AdapterBuilderTest, FactorsAreTheFilesRoundedAndLaidOut) {
+DORAD_FOR_EACH_ISA(AdapterBuilderTest);
+
+TEST_P(AdapterBuilderTest, FactorsAreTheFilesRoundedAndLaidOut) {
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
     const auto tensors = AllModules(TensorPlace::kHost, dtype);
     const AdapterTensors& file = tensors->Finish();
@@ -210,7 +212,7 @@ TEST_F(AdapterBuilderTest, FactorsAreTheFilesRoundedAndLaidOut) {
   }
 }
 
-TEST_F(AdapterBuilderTest, TheScaleIsMagnitudeOverNorm) {
+TEST_P(AdapterBuilderTest, TheScaleIsMagnitudeOverNorm) {
   const auto tensors = AllModules(TensorPlace::kHost, DType::kF32);
   const AdapterTensors& file = tensors->Finish();
   const BuiltAdapter built = Must(builder_->Build(file));
@@ -248,7 +250,7 @@ TEST_F(AdapterBuilderTest, TheScaleIsMagnitudeOverNorm) {
 }
 
 // From pageable, page-locked and device memory; alone and while steps run.
-TEST_F(AdapterBuilderTest, TheBitsDependOnTheTensorsAlone) {
+TEST_P(AdapterBuilderTest, TheBitsDependOnTheTensorsAlone) {
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     const auto reference_tensors = AllModules(TensorPlace::kHost, dtype);
     const auto reference = Contents(*model_, Must(builder_->Build(reference_tensors->Finish())));
@@ -276,7 +278,7 @@ TEST_F(AdapterBuilderTest, TheBitsDependOnTheTensorsAlone) {
   }
 }
 
-TEST_F(AdapterBuilderTest, NamesModulesThatOverflowOrDegenerate) {
+TEST_P(AdapterBuilderTest, NamesModulesThatOverflowOrDegenerate) {
   for (const TensorPlace place : {TensorPlace::kHost, TensorPlace::kPinned, TensorPlace::kDevice}) {
     const auto tensors = AllModules(place, DType::kF32);
     tensors->Plant(1, 1, 7, 3.4e38f);  // beyond bf16
@@ -302,7 +304,7 @@ TEST_F(AdapterBuilderTest, NamesModulesThatOverflowOrDegenerate) {
   }
 }
 
-TEST_F(AdapterBuilderTest, WhatDoesNotFitIsRefusedAndTheRestServesOn) {
+TEST_P(AdapterBuilderTest, WhatDoesNotFitIsRefusedAndTheRestServesOn) {
   const auto tensors = AllModules(TensorPlace::kHost, DType::kBF16);
   const AdapterTensors& file = tensors->Finish();
   BuiltAdapter first = Must(builder_->Build(file));

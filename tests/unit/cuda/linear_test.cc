@@ -11,12 +11,12 @@ namespace dorad::cuda {
 namespace {
 
 // The fused form against the library's, on rows of the base and of adapters with different ranks.
-class LinearTest : public kernels::KernelTest {
+class LinearTest : public kernels::IsaTest {
  protected:
   void SetUp() override {
-    kernels::KernelTest::SetUp();
+    kernels::IsaTest::SetUp();
     if (IsSkipped()) return;
-    model_ = Must(CudaModel::Random(SmallModel(1), 1, &ledger_));
+    model_ = Must(CudaModel::Random(SmallModel(1), 1, &ledger_, GetParam()));
     for (const int rank : {8, 64, 200}) {
       adapters_.push_back(std::make_unique<adapter::LoadedAdapter>(
           "a", rank, adapter::AdapterSummary(),
@@ -48,6 +48,8 @@ class LinearTest : public kernels::KernelTest {
   std::unique_ptr<engine::StepBatch> step_;
 };
 
+DORAD_FOR_EACH_ISA(LinearTest);
+
 void ExpectRounded(const std::vector<float>& values, const std::vector<__nv_bfloat16>& rounded) {
   ASSERT_EQ(values.size(), rounded.size());
   for (size_t i = 0; i < values.size(); ++i) {
@@ -55,7 +57,7 @@ void ExpectRounded(const std::vector<float>& values, const std::vector<__nv_bflo
   }
 }
 
-TEST_F(LinearTest, TheFusedFormAgreesWithTheLibrarys) {
+TEST_P(LinearTest, TheFusedFormAgreesWithTheLibrarys) {
   constexpr int64_t kMostRows = 600;
   const Stream stream = Must(Stream::Create());
   AdapterSlots slots = Must(AdapterSlots::Create(8, model_->modules().size(), &ledger_));
@@ -63,7 +65,7 @@ TEST_F(LinearTest, TheFusedFormAgreesWithTheLibrarys) {
   const LayerWeights& layer = model_->layers()[0];
   const std::vector<const LinearGroup*> groups = {&layer.qkv, &layer.o, &layer.gate_up,
                                                   &layer.down};
-  Linear fused = Must(Linear::Create(groups, kMostRows, &ledger_, &stream));
+  Linear fused = Must(Linear::Create(groups, kMostRows, model_->isa(), &ledger_, &stream));
   LibraryLinear library =
       Must(LibraryLinear::Create(stream, kMostRows, layer.gate_up.out, &ledger_));
   for (const int64_t rows : {1, 5, 37, 256, 257, 600}) {

@@ -168,6 +168,7 @@ std::vector<Bad> BadValues() {
       {"1 for true", "", {"engine.prefix_cache=1"}, value, "true or false"},
       {"unknown choice", "", {"model.compute_dtype=fp16"}, value, "one of auto, fp32, bf16"},
       {"unknown device", "", {"model.device=tpu"}, value, "one of auto, cpu, cuda"},
+      {"unknown kernels", "", {"engine.instruction_set=sm80"}, value, "one of auto, sm90, mma"},
       {"unknown level", "", {"log.level=INFO"}, value, "debug, info, warning, error"},
       {"no port", "", {"server.grpc_listen=localhost"}, value, "expected host:port"},
       {"port too large", "", {"server.grpc_listen=a:65536"}, value, "0 to 65535"},

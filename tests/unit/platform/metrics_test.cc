@@ -105,7 +105,7 @@ TEST(MetricsTest, ExportsWhatHappened) {
   const std::string text = metrics.Render();
   const std::map<std::string, std::string> expected = {
       {R"(dorad_build_info{commit="0123456789ab",cuda="no",version="1.2.3"})", "1"},
-      {R"(dorad_model_info{compute_dtype="fp32",device="cpu",model="smol",model_type="llama"})",
+      {R"(dorad_model_info{compute_dtype="fp32",device="cpu",instruction_set="",model="smol",model_type="llama"})",
        "1"},
       {R"(dorad_requests_admitted_total{kind="generate"})", "1"},
       {R"(dorad_requests_admitted_total{kind="score"})", "0"},
