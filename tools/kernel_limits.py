@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Compiles the projection's kernels of kernels/isa/mma for every target and prints what ptxas says
-of each: registers, shared memory that is not the ring's, and spilled bytes. Exit code 1 if one
-spills, or does not compile.
+"""Compiles the kernels of kernels/isa/mma for every target and prints what ptxas says of each:
+registers, static shared memory, and spilled bytes. Exit code 1 if one spills, or does not compile:
+its own assertions hold that a block's shared memory, static and dynamic, fits into 99 KiB.
 
-    python tools/kernel_limits.py [TARGET...]       such as 80 120; all by default
+    python tools/kernel_limits.py [--units NAME...] [--targets TARGET...]
+    python tools/kernel_limits.py --units norm_gemm_mma --targets 80 120
 
-Needs nvcc; about half a minute a target. Needs Python's standard library only.
+Needs nvcc; about a minute a target for all. Needs Python's standard library only.
 """
 
+import argparse
 import re
 import shutil
 import subprocess
@@ -17,63 +19,96 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = ("80", "86", "89", "90a", "100", "103", "120")
-KERNEL = re.compile(
-    r"Compiling entry function '\w*?ProjectKernel\w*?MmaIsaILi(\d)EEELi(\d)ELi(\d+)ELb([01])E"
-)
+MOST_SHARED = 99 * 1024  # bytes, of a block
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores")
-USED = re.compile(r"Used (\d+) registers.*?(\d+) bytes smem")
+USED = re.compile(r"Used (\d+) registers")
+SHARED = re.compile(r"(\d+) bytes smem")
+KERNEL = re.compile(r"\d([A-Za-z]\w*?Kernel)I")
+NUMBERS = re.compile(r"L[a-z](\d+)E")
+PROJECTION = re.compile(r"ProjectKernel\w*?MmaIsaILi(\d)EEELi(\d)ELi(\d+)ELb([01])E")
+NORM = re.compile(r"RowGemmMmaKernel\w*?ReductionE(\d)ELi(\d+)ELb([01])E")
+SAMPLING = re.compile(r"SampleRowsKernel\w*?(Unadjusted|Adjuster)")
 
 
-class Instance(NamedTuple):
-    adapted: bool
-    tiles: int  # of 64 rows of the batch
-    row_warps: int
-    panel: int  # rows of W
-
-    def __str__(self) -> str:
-        most = 32 if self.row_warps == 2 else 64 * self.tiles
-        return f"≤ {most} rows, panels of {self.panel}, {'adapted' if self.adapted else 'base'}"
+class Kernel(NamedTuple):
+    unit: str
+    order: tuple[int, ...]
+    text: str
 
 
 class Limits(NamedTuple):
     registers: int
     shared: int  # bytes, static
-    spilled: int  # bytes
+    spilled: int  # bytes, of the kernel and what it calls
 
 
-def compile_units(target: str) -> dict[Instance, Limits]:
+def name_of(unit: str, mangled: str) -> Kernel:
+    if found := PROJECTION.search(mangled):
+        row_warps, tiles, panel, adapted = map(int, found.groups())
+        most = 32 if row_warps == 2 else 64 * tiles
+        text = f"≤ {most} rows, panels of {panel}, {'adapted' if adapted else 'base'}"
+        return Kernel("linear", (adapted, most, panel), text)
+    if found := NORM.search(mangled):
+        reduction, columns, by_in = map(int, found.groups())
+        what = ("W + s·B·A squared", "dots of W Aᵀ and B", "A Aᵀ")[reduction]
+        text = f"norm: {what}{', W transposed' if by_in else ''}, tiles of {columns}"
+        return Kernel("norm", (reduction, columns, by_in), text)
+    if found := SAMPLING.search(mangled):
+        adjusts = found[1] == "Adjuster"
+        text = f"sampling{', with adjustments' if adjusts else ''}"
+        return Kernel("sampling", (int(adjusts),), text)
+    kernel = KERNEL.search(mangled)
+    numbers = tuple(int(n) for n in NUMBERS.findall(mangled))
+    return Kernel(unit, numbers, f"{kernel[1] if kernel else unit} {numbers}")
+
+
+def compile_unit(path: Path, target: str) -> dict[Kernel, Limits]:
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    found: dict[Instance, Limits] = {}
-    for unit in sorted((ROOT / "kernels/dora").glob("linear_mma_*.cu")):
-        command = [nvcc, "-cubin", "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas=-v"]
-        command += [f"-I{ROOT}", f"-arch=sm_{target}", "-o", "/dev/null", str(unit)]
-        run = subprocess.run(command, capture_output=True, text=True)
-        if run.returncode != 0:
-            sys.exit(f"{unit.name} does not compile for sm_{target}:\n{run.stderr[-2000:]}")
-        for part in run.stderr.split("Compiling entry function")[1:]:
-            kernel = KERNEL.search("Compiling entry function" + part)
-            spills, used = SPILLS.search(part), USED.search(part)
-            if kernel is None or spills is None or used is None:
-                sys.exit(f"{unit.name}: ptxas says what this program does not know:\n{part}")
-            row_warps, tiles, panel, adapted = map(int, kernel.groups())
-            found[Instance(bool(adapted), tiles, row_warps, panel)] = Limits(
-                int(used[1]), int(used[2]), int(spills[2])
-            )
+    command = [nvcc, "-cubin", "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas=-v"]
+    command += [f"-I{ROOT}", f"-arch=sm_{target}", "-o", "/dev/null", str(path)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode != 0:
+        sys.exit(f"{path.name} does not compile for sm_{target}:\n{run.stderr[-2000:]}")
+    found: dict[Kernel, Limits] = {}
+    for part in run.stderr.split("Compiling entry function")[1:]:
+        used, shared = USED.search(part), SHARED.search(part)
+        if used is None:
+            sys.exit(f"{path.name}: ptxas says what this program does not know:\n{part}")
+        found[name_of(path.stem, part.splitlines()[0])] = Limits(
+            int(used[1]),
+            int(shared[1]) if shared else 0,
+            sum(int(spilled) for _, spilled in SPILLS.findall(part)),
+        )
     return found
 
 
 def main() -> None:
-    targets = sys.argv[1:] or TARGETS
-    limits = {target: compile_units(target) for target in targets}
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--units", nargs="*", help="of kernels/, without .cu")
+    parser.add_argument("--targets", nargs="*", default=TARGETS)
+    options = parser.parse_args()
+    paths = sorted((ROOT / "kernels").glob("*/*_mma*.cu"))
+    if options.units:
+        paths = [path for path in paths if path.stem in options.units]
+    if not paths:
+        sys.exit("no such units")
+    limits: dict[str, dict[Kernel, Limits]] = {target: {} for target in options.targets}
+    for target, found in limits.items():
+        for path in paths:
+            found |= compile_unit(path, target)
+    targets = list(limits)
     print("| registers (bytes spilled) | shared |", " | ".join(f"sm_{t}" for t in targets), "|")
     print("|---|---|" + "---|" * len(targets))
-    for instance in sorted(limits[targets[0]]):
-        cells = [limits[target][instance] for target in targets]
+    for kernel in sorted(limits[targets[0]]):
+        cells = [limits[target][kernel] for target in targets]
         texts = [f"{c.registers}" + f" ({c.spilled})" * (c.spilled > 0) for c in cells]
         shared = max(c.shared for c in cells) / 1024
-        print(f"| {instance} | {shared:.1f} KiB |", " | ".join(texts), "|")
-    if any(c.spilled for found in limits.values() for c in found.values()):
+        print(f"| {kernel.text} | {shared:.1f} KiB |", " | ".join(texts), "|")
+    all_limits = [each for found in limits.values() for each in found.values()]
+    if any(each.spilled for each in all_limits):
         sys.exit("kernels spill registers")
+    if any(each.shared > MOST_SHARED for each in all_limits):
+        sys.exit("kernels have too much shared memory")
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ struct Options {
   int64_t context = 656;
   std::vector<int64_t> uses = {0};
   int64_t prefill = 4096;
+  std::string instruction_set = "auto";
 };
 
 std::string Usage() {
@@ -93,6 +94,7 @@ Times steps of a model with random weights on the GPU; prints a JSON line for ea
   --uses N,...         different tokens that penalties count in each row of a decode step, 0 for no
                        penalties (0)
   --prefill N          tokens of the prefill step, 0 for none (4096)
+  --isa NAME           of the kernels: auto, sm90 or mma (auto)
 
 Shapes: )",
                       absl::StrJoin(bench::ModelShapeNames(), ", "), "\n");
@@ -152,6 +154,11 @@ Options Parse(const std::vector<std::string>& arguments) {
       options.uses = ParseList(name, value, 0, 1);
     } else if (name == "--prefill") {
       options.prefill = ParseOne(name, value, 0, 1);
+    } else if (name == "--isa") {
+      if (value != "auto" && value != "sm90" && value != "mma") {
+        Refuse(absl::StrCat(name, " takes auto, sm90 or mma, not ", value));
+      }
+      options.instruction_set = value;
     } else {
       Refuse(absl::StrCat("unknown option ", name));
     }
@@ -177,7 +184,8 @@ class Bench {
     const model::ModelConfig config = Must(bench::ReadModelShape(options_.shape, options_.layers));
     Must(OpenDevice().status());
     bandwidth_ = CopyBandwidth();
-    model_ = Must(CudaModel::Random(config, 1, &ledger_));
+    const kernels::KernelIsa isa = Must(ChooseIsa(options_.instruction_set));
+    model_ = Must(CudaModel::Random(config, 1, &ledger_, isa));
     const int64_t most = *std::max_element(options_.adapters.begin(), options_.adapters.end());
     for (int64_t i = 0; i < most; ++i) adapters_.push_back(MakeAdapter(options_.rank));
     for (const int64_t rank : options_.ranks) {
@@ -192,10 +200,12 @@ class Bench {
     runner_ = Must(MakeCudaModelRunner(
         model_.get(), {pages, std::max(positions, options_.prefill), rows, batch}, &ledger_));
     std::printf(
-        "{\"shape\": \"%s\", \"layers\": %lld, \"copy_TBps\": %.3f, \"weights_GB\": %.3f, "
+        "{\"shape\": \"%s\", \"layers\": %lld, \"isa\": \"%s\", \"copy_TBps\": %.3f, "
+        "\"weights_GB\": %.3f, "
         "\"state_MB\": %.1f}\n",
-        options_.shape.c_str(), static_cast<long long>(config.num_layers()), bandwidth_ / 1e12,
-        model_->bytes() / 1e9, StateBytes() / 1e6);
+        options_.shape.c_str(), static_cast<long long>(config.num_layers()),
+        std::string(NameOf(isa)).c_str(), bandwidth_ / 1e12, model_->bytes() / 1e9,
+        StateBytes() / 1e6);
   }
 
   void Run() {

@@ -251,7 +251,7 @@ double GraphMs(cudaStream_t stream, F launch) {
 
 int Main(int argc, char** argv) {
   bool parts = false;
-  KernelIsa isa = KernelIsa::kSm90;
+  KernelIsa isa = BestIsa();
   std::vector<int> row_counts;
   for (int i = 1; i < argc; ++i) {
     if (std::strcmp(argv[i], "parts") == 0) {

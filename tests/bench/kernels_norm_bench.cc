@@ -3,7 +3,7 @@
 // against the copy bandwidth of the same run. Weights and factors of different modules lie in
 // different memory, together beyond the L2.
 //
-//   kernels_norm_bench [rank, default 384]
+//   kernels_norm_bench [rank, default 384] [sm90 | mma]
 #include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
 
@@ -84,6 +84,8 @@ const Form kForms[] = {
     {"direct", dorad::kernels::DirectNorm, dorad::kernels::DirectNormWorkspace},
     {"factored", dorad::kernels::FactoredNorm, dorad::kernels::FactoredNormWorkspace}};
 
+dorad::kernels::KernelIsa isa;
+
 DoraNormParams Module(Pool& pool, Shape shape, int64_t rank, float* vectors, void* workspace,
                       size_t workspace_bytes) {
   DoraNormParams p;
@@ -100,6 +102,7 @@ DoraNormParams Module(Pool& pool, Shape shape, int64_t rank, float* vectors, voi
   p.in = shape.in;
   p.rank = p.ldb = rank;
   p.scale = kScale;
+  p.isa = isa;
   return p;
 }
 
@@ -136,6 +139,7 @@ double Error(const DoraNormParams& p) {
 
 int main(int argc, char** argv) {
   const int64_t rank = argc > 1 ? std::atoll(argv[1]) : 384;
+  isa = dorad::bench::IsaOf(argc > 2 ? argv[2] : "");
   cudaStream_t stream;
   Check(cudaStreamCreate(&stream));
   Pool pool(size_t{17} << 30);

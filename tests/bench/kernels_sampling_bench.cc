@@ -1,7 +1,7 @@
 // Sampling and scoring on the GPU: microseconds a call in graph replays and the ratio to one read
 // of the logits at the copy bandwidth of the same run. Rows walk through memory beyond the L2.
 //
-//   kernels_sampling_bench [vocabulary, default 151936]
+//   kernels_sampling_bench [vocabulary, default 151936] [sm90 | mma]
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -88,6 +88,9 @@ int main(int argc, char** argv) {
            Allocate<float>(kPoolRows * kMaxTop), nullptr};
   p.logits_ld = p.vocabulary = vocabulary;
   p.max_top = kMaxTop;
+  p.isa = dorad::bench::IsaOf(argc > 2 ? argv[2] : "");
+  Check(dorad::kernels::SampleWorkspaceBytes(p.isa, kPoolRows, vocabulary, &p.workspace_bytes));
+  if (p.workspace_bytes > 0) p.workspace = Allocate<uint8_t>(p.workspace_bytes);
   // One list for all rows, except that a step sends the uses of each row.
   constexpr int kMostUses = 4096;
   constexpr int kMostRows = kPoolRows;

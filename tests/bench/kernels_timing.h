@@ -7,7 +7,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <string_view>
 #include <vector>
+
+#include "kernels/isa/isa.h"
 
 namespace dorad::bench {
 
@@ -15,6 +18,12 @@ inline void Check(cudaError_t status) {
   if (status == cudaSuccess) return;
   std::fprintf(stderr, "%s\n", cudaGetErrorString(status));
   std::exit(1);
+}
+
+// "sm90" or "mma"; anything else: the device's best.
+inline kernels::KernelIsa IsaOf(std::string_view name) {
+  if (name == "sm90") return kernels::KernelIsa::kSm90;
+  return name == "mma" ? kernels::KernelIsa::kMma : kernels::BestIsa();
 }
 
 inline double Median(std::vector<double> values) {

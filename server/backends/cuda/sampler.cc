@@ -136,9 +136,11 @@ absl::StatusOr<Sampler> Sampler::Create(int64_t vocab_size, int64_t max_rows,
   DORAD_RETURN_IF_CUDA_ERROR(kernels::SampleWorkspaceBytes(isa, static_cast<int>(max_rows),
                                                            static_cast<int>(vocab_size), &bytes),
                              kStep);
-  DORAD_ASSIGN_OR_RETURN(
-      DeviceBuffer workspace,
-      DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace, static_cast<int64_t>(bytes)));
+  DeviceBuffer workspace;
+  if (bytes > 0) {
+    DORAD_ASSIGN_OR_RETURN(workspace, DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace,
+                                                             static_cast<int64_t>(bytes)));
+  }
   return Sampler(vocab_size, isa, std::move(workspace), ledger, stream, std::move(first),
                  std::move(second));
 }
