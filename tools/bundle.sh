@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A relocatable archive for a GPU host whose only other part is the same torch: dist/dorad-bundle
-# (and .tar.xz beside it) with the server, the kernels' test and bench programs, and the libraries
-# of this distribution that they need.
+# (and .tar.xz beside it) with the server, the kernels' test and bench programs, the libraries of
+# this distribution that they need, and the self-test with its Python tests.
 #
 #   tools/bundle.sh [BUILD_DIR]     default build
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -23,13 +23,25 @@ done
 trace=$build/tests/bench/libkernel_trace.so
 [[ ! -f $trace ]] || strip -o "$out/lib/$(basename "$trace")" "$trace"
 
+# The self-test, and what its tests in Python need of the repository.
+cp tools/selftest.py "$out/"
+mkdir -p "$out/checks/tests/golden"
+cp -a pytest.ini proto "$out/checks/"
+cp -a tests/conftest.py tests/lib "$out/checks/tests/"
+cp -a tests/golden/test_{invariance,fidelity}.py "$out/checks/tests/golden/"
+mkdir "$out/checks/client"
+cp -aL client/{VERSION,generate.py,sync_source.py,proto,src} "$out/checks/client/"
+find "$out/checks" -name __pycache__ -prune -exec rm -r {} +
+rm -f "$out"/checks/client/src/dorad/train/*.so
+
 # Starts a program of the bundle with the host's torch: the one that `python3` finds, or
 # DORAD_TORCH, the folder of the torch package.
 cat >"$out/run" <<'RUN'
 #!/usr/bin/env bash
-# usage: run PROGRAM [ARGUMENTS...]; programs are in bin/
+# usage: run PROGRAM [ARGUMENTS...]; programs are in bin/. selftest: all tests and benches, a report
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+if [[ $1 == selftest ]]; then exec python3 "$here/selftest.py" "${@:2}"; fi
 torch=${DORAD_TORCH:-$(python3 -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')}
 libraries=$here/lib:$torch/lib
 for folder in "$torch"/../nvidia/*/lib; do libraries+=:$(cd "$folder" && pwd); done
