@@ -84,6 +84,10 @@ absl::StatusOr<std::string> FindGpu() {
   if (gpu.major < kLeastMajor) {
     return unavailable(absl::StrCat(has, "; the kernels need ", kLeastMajor, ".0 or later"));
   }
+  // Opens it: that may fail for other reasons than the kernels'.
+  if (const cudaError_t opened = cudaFree(nullptr); opened != cudaSuccess) {
+    return unavailable(absl::StrCat(gpu.name, " cannot be opened: ", cudaGetErrorString(opened)));
+  }
   if (!kernels::HasKernels(kernels::BestIsa())) {
     return unavailable(absl::StrCat(has, ", for which this build has no kernels (KERNEL_ARCHS)"));
   }
