@@ -59,6 +59,22 @@ __device__ inline float2 LoadSharedPair(uint32_t address) {
   return value;
 }
 
+// 16 bytes of device memory that other blocks may read or write meanwhile.
+__device__ inline void StoreRelaxed(uint4* to, const uint4& bits) {
+  asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(bits.x),
+               "r"(bits.y), "r"(bits.z), "r"(bits.w)
+               : "memory");
+}
+
+__device__ inline uint4 LoadRelaxed(const uint4* from) {
+  uint4 bits;
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "l"(from)
+               : "memory");
+  return bits;
+}
+
 // Counters in device memory, for blocks of one launch to wait for each other.
 __device__ inline void SignalRelease(uint32_t* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");

@@ -118,7 +118,7 @@ struct MmaIsa {
   }
   __device__ static void End() { __syncwarp(); }
 
- private:
+ protected:
   __device__ static void MmaStep(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     Mma(*reinterpret_cast<float(*)[4]>(d), a, b0, b1);
   }

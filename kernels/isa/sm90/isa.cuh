@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "kernels/isa/barrier.cuh"
 #include "kernels/isa/sm90/copy.cuh"
 #include "kernels/isa/sm90/wgmma.cuh"
 
