@@ -29,7 +29,17 @@ bool IsValid(const AttentionShape& shape, const StepRows& rows) {
          shape.head_dim <= 256;
 }
 
+cudaError_t LaunchRows(const AttentionLaunch& launch, cudaStream_t stream) {
+  return launch.params.isa == KernelIsa::kSm90 ? LaunchRowAttention<Sm90Pages>(launch, stream)
+                                               : LaunchRowAttention<MmaPages>(launch, stream);
+}
+
 }  // namespace
+
+cudaError_t AttentionBlocks(const AttentionShape& shape, KernelIsa isa, int32_t* blocks) {
+  return isa == KernelIsa::kSm90 ? RowBlocks<Sm90Pages>(shape, blocks)
+                                 : RowBlocks<MmaPages>(shape, blocks);
+}
 
 bool LayOutAttention(const AttentionShape& shape, int32_t rows, const AttentionWorkspace& workspace,
                      AttentionLayout* layout) {
@@ -75,9 +85,11 @@ cudaError_t PagedAttention(const PagedAttentionParams& params, cudaStream_t stre
     return cudaErrorInvalidValue;
   }
   if (params.row_tiles && HasTileAttention(params.shape)) {
-    DORAD_CUDA_RETURN_IF_ERROR(LaunchTileAttention(launch, stream));
+    DORAD_CUDA_RETURN_IF_ERROR(params.isa == KernelIsa::kSm90
+                                   ? LaunchTileAttention<Sm90Pages>(launch, stream)
+                                   : LaunchTileAttention<MmaPages>(launch, stream));
   }
-  return LaunchRowAttention(launch, stream);
+  return LaunchRows(launch, stream);
 }
 
 cudaError_t AppendAttention(const RopeAppendParams& append, const PagedAttentionParams& attention,
@@ -96,7 +108,7 @@ cudaError_t AppendAttention(const RopeAppendParams& append, const PagedAttention
   if (!LayOutAttention(attention.shape, attention.rows.rows, attention.workspace, &launch.layout)) {
     return cudaErrorInvalidValue;
   }
-  return LaunchRowAttention(launch, stream);
+  return LaunchRows(launch, stream);
 }
 
 }  // namespace dorad::kernels

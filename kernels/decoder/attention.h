@@ -5,8 +5,8 @@
 // that rows name must be mapped. A row's result depends on its own query and on the cache at its
 // positions only, to the last bit: positions are taken in tiles and chunks that are fixed by
 // position (attention_layout.h), and parts are joined in the order of positions, for any
-// distribution over blocks. Functions are thread-safe for distinct pages and workspaces. All may be
-// captured into graphs.
+// distribution over blocks. The instruction sets (KernelIsa) differ in bits. Functions are
+// thread-safe for distinct pages and workspaces. All may be captured into graphs.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,6 +16,7 @@
 #include <cstdint>
 
 #include "kernels/decoder/rows.h"
+#include "kernels/isa/isa.h"
 
 namespace dorad::kernels {
 
@@ -85,7 +86,8 @@ struct AttentionPlanParams {
   // one more launch per layer, so steps of decodes leave it out. The results are the same.
   bool row_tiles = true;
   AttentionSplit split = AttentionSplit::kByLoad;
-  AttentionWorkspace workspace;  // out
+  KernelIsa isa = KernelIsa::kSm90;  // of PagedAttention
+  AttentionWorkspace workspace;      // out
 };
 
 // cudaErrorInvalidValue: a shape out of bounds, more rows than the workspace's max_rows, or a
@@ -94,8 +96,8 @@ cudaError_t PlanAttention(const AttentionPlanParams& params, cudaStream_t stream
 
 // Attention of every row over its own sequence's positions [lo, hi], where lo = 0, or p - window +
 // 1 when window > 0, and hi = p or the row's StepRows::reach. `rows`, `shape`, `window`,
-// `row_tiles` and the workspace as they were planned. Fast: head_dim 64, 80, 96, 128, 256 and at
-// most 16 query heads per key head. Other shapes, and calls without a workspace, go to
+// `row_tiles`, `isa` and the workspace as they were planned. Fast: head_dim 64, 80, 96, 128, 256
+// and at most 16 query heads per key head. Other shapes, and calls without a workspace, go to
 // SimplePagedAttention.
 struct PagedAttentionParams {
   StepRows rows;
@@ -105,6 +107,7 @@ struct PagedAttentionParams {
   float softmax_scale = 0.0f;        // positive
   int32_t window = 0;
   bool row_tiles = true;
+  KernelIsa isa = KernelIsa::kSm90;
   AttentionWorkspace workspace;
   __nv_bfloat16* out = nullptr;  // [rows, heads · head_dim]
 };

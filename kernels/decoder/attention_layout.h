@@ -118,7 +118,7 @@ bool LayOutAttention(const AttentionShape& shape, int32_t rows, const AttentionW
                      AttentionLayout* layout);
 
 // Blocks of the decode kernel that run at once on the current device.
-cudaError_t AttentionBlocks(const AttentionShape& shape, int32_t* blocks);
+cudaError_t AttentionBlocks(const AttentionShape& shape, KernelIsa isa, int32_t* blocks);
 
 struct AttentionLaunch {
   PagedAttentionParams params;
@@ -126,9 +126,19 @@ struct AttentionLaunch {
   const RopeAppendParams* append = nullptr;  // or the rows are appended already
 };
 
-// The kernels behind PagedAttention: rows by themselves, and tiles of rows.
+struct Sm90Pages;
+struct MmaPages;
+
+// The kernels behind PagedAttention, by instruction set: rows by themselves, and tiles of rows.
+template <typename Isa>
+cudaError_t RowBlocks(const AttentionShape& shape, int32_t* blocks);
+template <typename Isa>
 cudaError_t LaunchRowAttention(const AttentionLaunch& launch, cudaStream_t stream);
+template <typename Isa>
 cudaError_t LaunchTileAttention(const AttentionLaunch& launch, cudaStream_t stream);
-bool HasTileAttention(const AttentionShape& shape);
+
+inline bool HasTileAttention(const AttentionShape& shape) {
+  return shape.head_dim == 64 || shape.head_dim == 128 || shape.head_dim == 256;
+}
 
 }  // namespace dorad::kernels

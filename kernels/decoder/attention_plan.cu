@@ -243,7 +243,7 @@ cudaError_t PlanAttention(const AttentionPlanParams& params, cudaStream_t stream
   }
   args.kv_heads = shape.kv_heads;
   args.window = params.window;
-  DORAD_CUDA_RETURN_IF_ERROR(AttentionBlocks(shape, &args.blocks));
+  DORAD_CUDA_RETURN_IF_ERROR(AttentionBlocks(shape, params.isa, &args.blocks));
   const bool tiles = params.row_tiles && HasTileAttention(shape);
   args.tile_tokens = tiles ? AttentionTileTokens(shape) : 0;
   args.least_tokens = AttentionLeastTokens(shape);

@@ -1,12 +1,12 @@
-// Common parts of the warps of the row kernel (attention_rows.cu): the ring of stages in shared
-// memory and the description of each stage.
+// Common parts of the warps of the row kernel (attention_rows_kernel.cuh): the ring of stages in
+// shared memory and the description of each stage.
 #pragma once
 
-#include <cuda.h>
 #include <cuda_bf16.h>
 
 #include <cstdint>
 
+#include "kernels/common/stage_barriers.cuh"
 #include "kernels/decoder/attention_device.cuh"
 
 namespace dorad::kernels::row_attention {
@@ -41,34 +41,47 @@ struct alignas(16) TileInfo {
   int32_t unused;
 };
 
-// Of one multiprocessor.
+// Of one multiprocessor, if it holds as many.
 constexpr int BlocksOf(int head_dim, int head_tiles) {
   return head_dim == 256 || head_tiles > 1 ? 1 : 2;
 }
 
 // Shared memory: stages of keys and values, then smaller arrays.
-template <int kHeadDim, int kHeadTiles>
+template <typename Isa_, int kHeadDim, int kHeadTiles>
 struct Config {
+  using Isa = Isa_;
   using Tile = CacheTile<kHeadDim>;
   static constexpr int head_dim = kHeadDim;
   static constexpr int head_tiles = kHeadTiles;
   static constexpr int stage_bytes = 2 * Tile::kBytes;
   static constexpr int blocks = BlocksOf(kHeadDim, kHeadTiles);
-  static constexpr int stages = (blocks == 1 ? 212000 : 105000) / stage_bytes;
+  // By cp.async so much that two blocks fit into a multiprocessor of compute capability 8.0.
+  static constexpr int ring_bytes = !Isa::kHasCopyEngine ? 64 * 1024
+                                    : blocks == 1        ? 212000
+                                                         : 105000;
+  static constexpr int stages = ring_bytes / stage_bytes;
+  using Barriers = StageBarriers<Isa, stages>;
   static constexpr int dim_tiles = kHeadDim / 16;
   static constexpr int warp_dim_tiles = (dim_tiles + kWarps - 1) / kWarps;
 
-  static constexpr int query_at = stages * stage_bytes;                      // of the running item
-  static constexpr int norms_at = query_at + 8 * kHeadTiles * kHeadDim * 2;  // weights: query, key
+  // Whether warps hold the queries in registers. Else they read them for each tile, from rows in
+  // different banks.
+  static constexpr bool holds_queries = Isa::kHasCopyEngine || kHeadTiles * kHeadDim <= 256;
+  static constexpr int query_pitch = kHeadDim + (holds_queries ? 0 : 8);  // elements
+
+  static constexpr int query_at = stages * stage_bytes;  // of the running item
+  static constexpr int norms_at =
+      query_at + 8 * kHeadTiles * query_pitch * 2;  // weights: query, key
   static constexpr int probability_at = norms_at + 2 * kHeadDim * 4;
   static constexpr int most_at = probability_at + 2 * 8 * kHeadTiles * kProbabilityPitch;
   static constexpr int info_at = most_at + 2 * kWarps * 8 * kHeadTiles * 4;
   static constexpr int barrier_at = info_at + stages * static_cast<int>(sizeof(TileInfo));
-  static constexpr int shared_bytes = barrier_at + 2 * stages * 8 + 1024;  // to align stages
+  static constexpr int shared_bytes = barrier_at + Barriers::kBytes + 1024;  // to align stages
 };
 
+template <typename Isa>
 struct Args {
-  CUtensorMap k, v;
+  typename Isa::Map k, v;
   AttentionLayout layout;
   const __nv_bfloat16* q;
   __nv_bfloat16* out;

@@ -7,7 +7,7 @@
 #include "kernels/decoder/attention_rows.cuh"
 #include "kernels/isa/barrier.cuh"
 #include "kernels/isa/dependent_launch.cuh"
-#include "kernels/isa/sm90/copy.cuh"
+#include "kernels/isa/memory.cuh"
 
 namespace dorad::kernels::row_attention {
 
@@ -38,18 +38,7 @@ __device__ float4* PartNumerators(float* part, int pairs, int dim_tile, int n, i
 __device__ inline void StorePlace(float4* place, const float (&values)[4]) {
   uint32_t bits[4];
   for (int i = 0; i < 4; ++i) bits[i] = min(__float_as_uint(values[i]), kNoPart - 1);
-  asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(bits[0]),
-               "r"(bits[1]), "r"(bits[2]), "r"(bits[3])
-               : "memory");
-}
-
-__device__ inline uint4 LoadPlace(const uint4* place) {
-  uint4 bits;
-  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-               : "l"(place)
-               : "memory");
-  return bits;
+  StoreRelaxed(reinterpret_cast<uint4*>(place), make_uint4(bits[0], bits[1], bits[2], bits[3]));
 }
 
 template <typename C>
@@ -155,7 +144,7 @@ __device__ inline void TakeParts(uint4* parts, int64_t stride, int places, int c
       uint4 bits[kDeep];
 #pragma unroll
       for (int i = 0; i < kDeep; ++i) {
-        if (base + 32 * i < places) bits[i] = LoadPlace(from + base + 32 * i);
+        if (base + 32 * i < places) bits[i] = LoadRelaxed(from + base + 32 * i);
       }
 #pragma unroll
       for (int i = 0; i < kDeep; ++i) {
@@ -163,7 +152,7 @@ __device__ inline void TakeParts(uint4* parts, int64_t stride, int places, int c
         if (place >= places) break;
         while (bits[i].x == kNoPart || bits[i].y == kNoPart || bits[i].z == kNoPart ||
                bits[i].w == kNoPart) {
-          bits[i] = LoadPlace(from + place);
+          bits[i] = LoadRelaxed(from + place);
         }
         to[part * places + place] = bits[i];
         from[place] = make_uint4(kNoPart, kNoPart, kNoPart, kNoPart);
@@ -175,8 +164,8 @@ __device__ inline void TakeParts(uint4* parts, int64_t stride, int places, int c
 
 // Joins all parts of a row in the memory of one stage.
 template <typename C>
-__device__ void JoinAll(const Args& p, const TileInfo& info, uint8_t* stage, Rows<C>& rows,
-                        SoftmaxState (&state)[C::head_tiles][2]) {
+__device__ void JoinAll(const Args<typename C::Isa>& p, const TileInfo& info, uint8_t* stage,
+                        Rows<C>& rows, SoftmaxState (&state)[C::head_tiles][2]) {
   const int part_floats = p.layout.part_floats;
   const int together = C::stage_bytes / (part_floats * 4);
   float* const parts =
@@ -191,13 +180,13 @@ __device__ void JoinAll(const Args& p, const TileInfo& info, uint8_t* stage, Row
                  p.scale);
     NamedBarrier(kConsumerBarrier, 32 * kWarps);
   }
-  // The copy engine will write there next.
-  FenceProxyAsync();
+  // Fetches will write there next.
+  C::Isa::FenceStages();
 }
 
 // Loads the weights of the norms of query and key for StartRow.
 template <typename C>
-__device__ void LoadNorms(const Args& p, uint8_t* shared) {
+__device__ void LoadNorms(const Args<typename C::Isa>& p, uint8_t* shared) {
   auto* const norms = reinterpret_cast<float*>(shared + C::norms_at);
   for (int i = threadIdx.x; i < C::head_dim; i += 32 * kWarps) {
     if (p.append.q_norm != nullptr) norms[i] = p.append.q_norm[i];
@@ -210,8 +199,8 @@ __device__ void LoadNorms(const Args& p, uint8_t* shared) {
 // the queries and, if the tile has the row's own position, its key, and writes that key and value
 // to the tile and to the cache.
 template <typename C>
-__device__ void StartRow(const Args& p, const TileInfo& info, uint8_t* shared, int stage,
-                         bool is_waiting) {
+__device__ void StartRow(const Args<typename C::Isa>& p, const TileInfo& info, uint8_t* shared,
+                         int stage, bool is_waiting) {
   using Tile = typename C::Tile;
   constexpr int kHalf = C::head_dim / 2;
   constexpr int kPairs = kHalf > 64 ? 2 : 1;
@@ -256,7 +245,7 @@ __device__ void StartRow(const Args& p, const TileInfo& info, uint8_t* shared, i
     for (int head = warp; head < p.group; head += kWarps) {
       Head query = LoadHead<kPairs>(head_at(info.head * p.group + head), kHalf);
       if (is_appending) turn(query, append.q_norm != nullptr, norms);
-      StoreHead<kPairs>(query, kHalf, [&](int i) { return queries + head * C::head_dim + i; });
+      StoreHead<kPairs>(query, kHalf, [&](int i) { return queries + head * C::query_pitch + i; });
     }
   }
   if (appends) {
@@ -271,8 +260,8 @@ __device__ void StartRow(const Args& p, const TileInfo& info, uint8_t* shared, i
         ((int64_t{info.page} * p.kv_heads + info.head) * kKvPageTokens + info.own % kKvPageTokens) *
             C::head_dim;
     StoreHead<kPairs>(fresh, kHalf, [at](int i) { return at + i; });
-    // The copy engine will write there next.
-    FenceProxyAsync();
+    // Fetches will write there next.
+    C::Isa::FenceStages();
   }
   NamedBarrier(kConsumerBarrier, 32 * kWarps);
 }
@@ -289,14 +278,16 @@ __device__ void ClearValues(const TileInfo& info, uint8_t* values) {
     *reinterpret_cast<uint4*>(values + C::Tile::Offset(i / kUnits, i % kUnits * 8)) =
         make_uint4(0, 0, 0, 0);
   }
-  // The copy engine will write there next.
-  FenceProxyAsync();
+  // Fetches will write there next.
+  C::Isa::FenceStages();
 }
 
 template <typename C>
-__device__ void Consume(const Args& p, uint8_t* shared, uint32_t base) {
+__device__ void Consume(const Args<typename C::Isa>& p, uint8_t* shared, uint32_t base) {
   using Tile = typename C::Tile;
+  using Isa = typename C::Isa;
   constexpr int kHeadTiles = C::head_tiles;
+  constexpr int kValues = C::Barriers::kValues;
   constexpr int kSteps = C::head_dim / 16;
   constexpr uint32_t kOnes[4] = {0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -304,7 +295,7 @@ __device__ void Consume(const Args& p, uint8_t* shared, uint32_t base) {
   const uint32_t full = base + C::barrier_at, empty = full + 8 * C::stages;
   float* const mosts = reinterpret_cast<float*>(shared + C::most_at);
 
-  uint32_t q[kHeadTiles][kSteps][2];
+  uint32_t q[kHeadTiles][C::holds_queries ? kSteps : 1][2];
   Rows<C> rows, chunk;
   SoftmaxState state[kHeadTiles][2];
   float most[kHeadTiles][2];
@@ -317,9 +308,18 @@ __device__ void Consume(const Args& p, uint8_t* shared, uint32_t base) {
     const TileInfo info = reinterpret_cast<const TileInfo*>(shared + C::info_at)[stage];
     if (info.flags & kStop) return;
     const uint32_t k_at = base + stage * C::stage_bytes, v_at = k_at + Tile::kBytes;
-    const auto release_stage = [&] {
+    // Where values come apart from keys.
+    const auto await_values = [&] {
+      if constexpr (Isa::kApart) BarrierWait(full + kValues + 8 * stage, parity);
+    };
+    const auto release_keys = [&] {
+      if constexpr (!Isa::kApart) return;
       __syncwarp();
       if (lane == 0) BarrierArrive(empty + 8 * stage);
+    };
+    const auto release_stage = [&] {
+      __syncwarp();
+      if (lane == 0) BarrierArrive(empty + kValues + 8 * stage);
       if (++stage == C::stages) {
         stage = 0;
         parity ^= 1;
@@ -337,42 +337,53 @@ __device__ void Consume(const Args& p, uint8_t* shared, uint32_t base) {
     if (info.flags & kJoin) {
       if (is_waiting) WaitForPrevious();
       is_waiting = false;
+      await_values();
       JoinAll<C>(p, info, shared + stage * C::stage_bytes, rows, state);
+      release_keys();
       release_stage();
       store_rows();
       continue;
     }
+    const auto is_partial = [&] {
+      return info.begin > info.position || info.end < info.position + kTile;
+    };
+    if (Isa::kApart && (info.page >= 0 || is_partial())) await_values();
     if ((info.flags & kItemBegins) || info.page >= 0) {
       StartRow<C>(p, info, shared, stage, is_waiting);
       is_waiting = false;
     }
-    if (info.flags & kItemBegins) {
+    const auto load_queries = [&](int begin, int end) {
       const uint8_t* const query = shared + C::query_at;
       for (int n = 0; n < kHeadTiles; ++n) {
         // Columns past the group repeat a head: any written number would do.
         const int head = min(8 * n + g, p.group - 1);
-        for (int s = 0; s < kSteps; ++s) {
-          const uint8_t* const at = query + (head * C::head_dim + 16 * s + 2 * t) * 2;
-          q[n][s][0] = *reinterpret_cast<const uint32_t*>(at);
-          q[n][s][1] = *reinterpret_cast<const uint32_t*>(at + 16);
+        for (int s = begin; s < end; ++s) {
+          const uint8_t* const at = query + (head * C::query_pitch + 16 * s + 2 * t) * 2;
+          uint32_t(&to)[2] = q[n][C::holds_queries ? s : 0];
+          to[0] = *reinterpret_cast<const uint32_t*>(at);
+          to[1] = *reinterpret_cast<const uint32_t*>(at + 16);
         }
       }
-    }
+    };
+    if (C::holds_queries && (info.flags & kItemBegins)) load_queries(0, kSteps);
     if (info.flags & kChunkBegins) {
       chunk.Clear();
       for (int n = 0; n < kHeadTiles; ++n) most[n][0] = most[n][1] = kNoScore;
     }
 
-    if (info.begin > info.position || info.end < info.position + kTile) {
-      ClearValues<C>(info, shared + stage * C::stage_bytes + Tile::kBytes);
-    }
+    if (is_partial()) ClearValues<C>(info, shared + stage * C::stage_bytes + Tile::kBytes);
 
     float scores[kHeadTiles][4] = {};
     for (int s = 0; s < kSteps; ++s) {
       uint32_t k[4];
       LoadMatrices(k, k_at + Tile::Offset(16 * warp + lane % 16, 16 * s + lane / 16 * 8));
-      for (int n = 0; n < kHeadTiles; ++n) Mma(scores[n], k, q[n][s][0], q[n][s][1]);
+      if (!C::holds_queries) load_queries(s, s + 1);
+      for (int n = 0; n < kHeadTiles; ++n) {
+        const uint32_t(&of)[2] = q[n][C::holds_queries ? s : 0];
+        Mma(scores[n], k, of[0], of[1]);
+      }
     }
+    release_keys();
     const int position = info.position + 16 * warp + g;
     const bool is_in[2] = {position >= info.begin && position < info.end,
                            position + 8 >= info.begin && position + 8 < info.end};
@@ -418,6 +429,7 @@ __device__ void Consume(const Args& p, uint8_t* shared, uint32_t base) {
         for (int i = 0; i < C::warp_dim_tiles; ++i) chunk.o[i][n][j] *= decay[n][j % 2];
       }
     }
+    await_values();
     for (int pair = 0; pair < kTile / 32; ++pair) {
       uint32_t b[kHeadTiles][4];
       for (int n = 0; n < kHeadTiles; ++n) {

@@ -4,23 +4,42 @@
 #include "kernels/decoder/attention_rows.cuh"
 #include "kernels/isa/barrier.cuh"
 #include "kernels/isa/dependent_launch.cuh"
-#include "kernels/isa/sm90/copy.cuh"
 
 namespace dorad::kernels::row_attention {
 
 // Words of an AttentionItem, by the lanes that hold them.
 enum { kRow, kBegin, kEnd, kSlot, kSlots, kFirst, kPageBase, kPosition, kPages };
 
+// Fetches a tile's pages to a free stage of keys, then values. Whole warp; `empty` and `parity`: of
+// the stage.
+template <typename C>
+__device__ void FetchStage(const Args<typename C::Isa>& p, uint32_t to, uint32_t full,
+                           uint32_t empty, uint32_t parity, const TilePages& pages,
+                           const typename C::Isa::Policy& policy) {
+  using Isa = typename C::Isa;
+  if constexpr (Isa::kApart) {
+    Isa::template FetchPages<C::head_dim>(p.k, to, pages);
+    Isa::Complete(full);
+    BarrierWait(empty + C::Barriers::kValues, parity ^ 1);
+    Isa::template FetchPages<C::head_dim>(p.v, to + C::Tile::kBytes, pages);
+    Isa::Complete(full + C::Barriers::kValues);
+  } else {
+    Isa::template FetchPages<C::head_dim>(p.k, p.v, to, full, pages, policy);
+  }
+}
+
 // The copying warp. Takes (item, key head) pairs, then joins: its first work by block number, then
 // the next free one. Loads an item's data while it copies the item before. If rows are appended
 // here, tiles do not depend on the previous kernels: the computing warps wait for those.
 template <typename C>
-__device__ void Produce(const Args& p, uint8_t* shared, uint32_t base) {
+__device__ void Produce(const Args<typename C::Isa>& p, uint8_t* shared, uint32_t base) {
+  using Isa = typename C::Isa;
+  using Barriers = typename C::Barriers;
   constexpr int kItemTiles = 2;                // whose pages are in the item
   constexpr int kListTiles = 32 / kTilePages;  // whose pages a warp loads at once
   const int lane = threadIdx.x % 32;
   const uint32_t full = base + C::barrier_at, empty = full + 8 * C::stages;
-  const uint64_t policy = EvictFirst();
+  const typename Isa::Policy policy = Isa::EvictFirst();
   const int grid = static_cast<int>(gridDim.x);
   const bool is_appending = p.append.qkv != nullptr;
   bool is_waiting = is_appending;
@@ -93,10 +112,12 @@ __device__ void Produce(const Args& p, uint8_t* shared, uint32_t base) {
     info.own = position;
     if (is_join) {
       BarrierWait(empty + 8 * stage, parity ^ 1);
+      if constexpr (Isa::kApart) BarrierWait(empty + Barriers::kValues + 8 * stage, parity ^ 1);
       if (lane == 0) {
         info.flags = kJoin;
         reinterpret_cast<TileInfo*>(shared + C::info_at)[stage] = info;
         BarrierArrive(full + 8 * stage);
+        if constexpr (Isa::kApart) BarrierArrive(full + Barriers::kValues + 8 * stage);
       }
       next_stage();
     }
@@ -120,13 +141,14 @@ __device__ void Produce(const Args& p, uint8_t* shared, uint32_t base) {
                      (tile % kPerChunk == 0 || tile == first_tile ? kChunkBegins : 0);
         info.page = is_appending && tile == last_tile && end > position ? page : -1;
         reinterpret_cast<TileInfo*>(shared + C::info_at)[stage] = info;
-        BarrierArriveExpect(full + 8 * stage, (pages_end(tile) - pages_begin(tile)) *
-                                                  kKvPageTokens * C::head_dim * 4);
+        Isa::Expect(full + 8 * stage,
+                    (pages_end(tile) - pages_begin(tile)) * kKvPageTokens * C::head_dim * 4);
       }
       __syncwarp();
-      CopyPages<C::head_dim>(p.k, p.v, base + stage * C::stage_bytes, full + 8 * stage, pages_of,
-                             page_lane(tile), p.kv_heads, head, pages_begin(tile), pages_end(tile),
-                             policy);
+      FetchStage<C>(
+          p, base + stage * C::stage_bytes, full + 8 * stage, empty + 8 * stage, parity,
+          {pages_of, page_lane(tile), p.kv_heads, head, pages_begin(tile), pages_end(tile)},
+          policy);
       next_stage();
     }
     if (is_waiting) {

@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "kernels/decoder/rows.h"
+#include "kernels/isa/isa.h"
 
 namespace dorad::kernels {
 
@@ -49,6 +50,7 @@ struct DeltaStates {
 struct DeltaParams {
   StepRows rows;             // with `states`
   bool single_rows = false;  // no sequence has more than one row: faster, with the same results
+  KernelIsa isa = KernelIsa::kSm90;  // the results are the same
   DeltaShape shape;
   DeltaStates states;
   const __nv_bfloat16* qkvz = nullptr;  // [rows, qkv_size + value_size], 16-byte aligned

@@ -135,7 +135,8 @@ cudaError_t DeltaRule(const DeltaParams& params, cudaStream_t stream) {
   const int parts = (params.states.tile + kColumns - 1) / kColumns;
   const bool whole = params.shape.key_dim == kMostKeys && params.states.tile % 4 == 0;
   if (params.single_rows && whole && params.states.tile <= kColumns) {
-    return LaunchDeltaStep(params, stream);
+    return params.isa == KernelIsa::kSm90 ? LaunchDeltaStep<Sm90Isa>(params, stream)
+                                          : LaunchDeltaStep<MmaIsa<4>>(params, stream);
   }
   const dim3 grid(tiles * parts, params.rows.states.sequences);
   const auto kernel = whole ? RuleKernel<true> : RuleKernel<false>;

@@ -3,6 +3,14 @@
 
 #include "kernels/decoder/delta_device.cuh"
 
+namespace dorad::kernels {
+
+struct Sm90Isa;
+template <int kRowWarps>
+struct MmaIsa;
+
+}  // namespace dorad::kernels
+
 namespace dorad::kernels::delta {
 
 inline constexpr int kThreads = 128;
@@ -144,7 +152,8 @@ __device__ inline float4 Update(State& s, const RowPart& row, const float4& seen
 }
 
 // DeltaRule where no sequence has more than one row, and every block of a state is [kMostKeys,
-// tile] with a tile of fours up to kColumns.
+// tile] with a tile of fours up to kColumns. With the same results for all instruction sets.
+template <typename Isa>
 cudaError_t LaunchDeltaStep(const DeltaParams& params, cudaStream_t stream);
 
 }  // namespace dorad::kernels::delta

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "kernels/isa/isa.h"
+
 namespace dorad::kernels {
 
 // Query rows of one tile, at most.
@@ -31,7 +33,8 @@ struct SegmentAttentionParams {
   int32_t num_tiles = 0;
   int32_t first_row = 0;  // the one at out[0]
   float softmax_scale = 0.0f;
-  __nv_bfloat16* out = nullptr;  // of the tiles' rows, [.., heads · head_dim], 4-byte aligned
+  KernelIsa isa = KernelIsa::kSm90;  // with bits of its own
+  __nv_bfloat16* out = nullptr;      // of the tiles' rows, [.., heads · head_dim], 4-byte aligned
 };
 
 // Whether SegmentAttention has the head size.

@@ -140,8 +140,13 @@ TEST_F(AttentionEdges, RopeAppendWritesQueriesAndTheCache) {
   }
 }
 
+using AppendAttentionTest = IsaTest;
+
+INSTANTIATE_TEST_SUITE_P(Isas, AppendAttentionTest, AllIsas(),
+                         [](const auto& info) { return IsaName(info.param); });
+
 // The same bits in the output and all over the cache as by RopeAppend and PagedAttention.
-TEST_F(AttentionEdges, AppendAttentionIsBothInOne) {
+TEST_P(AppendAttentionTest, IsBothInOne) {
   const std::vector<int> lengths = {1, 2, 16, 17, 63, 64, 65, 128, 129, 300, 656, 1500};
   for (const Heads& of : {Heads{{32, 8, 128}},
                           {{6, 2, 80}},
@@ -222,6 +227,7 @@ TEST_F(AttentionEdges, AppendAttentionIsBothInOne) {
             plan.window = window;
             plan.row_tiles = false;
             plan.split = split;
+            plan.isa = GetParam();
             plan.workspace = {bytes == 0 ? nullptr : workspace.get(), bytes,
                               static_cast<int32_t>(rows)};
             DORAD_ASSERT_CUDA(PlanAttention(plan, nullptr));
@@ -233,6 +239,7 @@ TEST_F(AttentionEdges, AppendAttentionIsBothInOne) {
             params.softmax_scale = 0.1f;
             params.window = window;
             params.row_tiles = false;
+            params.isa = GetParam();
             params.workspace = plan.workspace;
             params.out = out.get();
             // The second time, nothing of the first may be left.

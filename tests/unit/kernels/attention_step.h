@@ -45,6 +45,7 @@ struct Case {
   AttentionShape shape;
   int window = 0;
   std::vector<Run> runs;
+  KernelIsa isa = KernelIsa::kSm90;
 };
 
 inline void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
@@ -143,6 +144,7 @@ class Step {
     params.softmax_scale = scale();
     params.window = case_.window;
     params.row_tiles = how.row_tiles;
+    params.isa = case_.isa;
     params.out = device_out.get();
     if (!how.simple && bytes > 0) {
       params.workspace = {workspace.get(), bytes, rows};
@@ -152,6 +154,7 @@ class Step {
       plan.window = params.window;
       plan.row_tiles = how.row_tiles;
       plan.split = how.split;
+      plan.isa = case_.isa;
       plan.workspace = params.workspace;
       DORAD_ASSERT_CUDA(PlanAttention(plan, nullptr));
       // As layers do: more than one launch for a plan.

@@ -5,7 +5,13 @@
 namespace dorad::kernels {
 namespace {
 
-class AttentionTest : public KernelTest, public testing::WithParamInterface<Case> {};
+class AttentionTest : public KernelTest, public testing::WithParamInterface<Case> {
+ protected:
+  void SetUp() override {
+    KernelTest::SetUp();
+    if (!IsSkipped()) SkipWithout(GetParam().isa);
+  }
+};
 
 TEST_P(AttentionTest, IsTheSoftmaxAverage) {
   const Step step(GetParam(), 1);
@@ -91,7 +97,7 @@ std::vector<Case> CasesOfBlocks() {
   return cases;
 }
 
-std::vector<Case> Cases() {
+std::vector<Case> Cases(KernelIsa isa) {
   std::vector<Case> cases;
   // Contexts at the borders of pages, tiles and chunks.
   const std::vector<Run> borders = {{0},   {1},   {15},  {16},  {63},  {64},  {65},  {127},
@@ -133,10 +139,13 @@ std::vector<Case> Cases() {
                    0,
                    {{100}, {0, 64}, {655}, {90, 40}, {7, 5}, {256, 33}, {64, 16}, {130}}});
   for (Case& c : CasesOfBlocks()) cases.push_back(std::move(c));
+  for (Case& c : cases) c.isa = isa;
   return cases;
 }
 
-INSTANTIATE_TEST_SUITE_P(Shapes, AttentionTest, testing::ValuesIn(Cases()),
+INSTANTIATE_TEST_SUITE_P(Sm90, AttentionTest, testing::ValuesIn(Cases(KernelIsa::kSm90)),
+                         [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Mma, AttentionTest, testing::ValuesIn(Cases(KernelIsa::kMma)),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

@@ -21,6 +21,7 @@ struct Case {
   DeltaShape shape;
   int tile = 0;
   int planes = 0;
+  KernelIsa isa = KernelIsa::kSm90;
 };
 
 void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
@@ -28,7 +29,7 @@ void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
 // One delta-net and its states. A sequence's pages are its own; the cache begins as NaN.
 class Net {
  public:
-  Net(const Case& c, int sequences) : shape_(c.shape), planes_(c.planes) {
+  Net(const Case& c, int sequences) : shape_(c.shape), planes_(c.planes), isa_(c.isa) {
     block_bytes_ = (4 * shape_.key_dim * c.tile + 15) / 16 * 16;
     state_blocks_ = shape_.value_heads * (shape_.value_dim / c.tile);
     const int row_bytes = 2 * (shape_.convolution - 1) * shape_.qkv_size();
@@ -117,6 +118,7 @@ class Net {
     params.single_rows = std::all_of(pieces.begin(), pieces.end(), [](const Piece& piece) {
       return piece.end - piece.begin <= 1;
     });
+    params.isa = isa_;
     params.shape = shape_;
     params.states = {memory_->get(), plane_bytes_, block_bytes_, state_pages_,
                      kFirstBlock,    tile_,        state_blocks_};
@@ -208,6 +210,7 @@ class Net {
 
   const DeltaShape shape_;
   const int planes_;
+  const KernelIsa isa_;
   int32_t block_bytes_ = 0, tile_ = 0, state_blocks_ = 0, state_pages_ = 0;
   int64_t plane_bytes_ = 0;
   std::unique_ptr<DeviceBuffer<std::byte>> memory_;
@@ -215,9 +218,15 @@ class Net {
   std::vector<float> convolution_, decay_log_, time_bias_, norm_;
 };
 
-using DeltaStepTest = KernelTest;
+using DeltaStepTest = IsaTest;
 
-class DeltaTest : public KernelTest, public testing::WithParamInterface<Case> {};
+class DeltaTest : public KernelTest, public testing::WithParamInterface<Case> {
+ protected:
+  void SetUp() override {
+    KernelTest::SetUp();
+    if (!IsSkipped()) SkipWithout(GetParam().isa);
+  }
+};
 
 TEST_P(DeltaTest, IsTheRule) {
   for (const int rows : {1, 2, 16, 17, 70}) {
@@ -265,19 +274,27 @@ TEST_P(DeltaTest, ARowsBitsDependOnItsSequenceAlone) {
   EXPECT_EQ(by_rows, whole);
 }
 
-INSTANTIATE_TEST_SUITE_P(, DeltaTest,
-                         testing::Values(Case{"Qwen35", {2, 6, 128, 128, 4}, 64, 8},
-                                         Case{"NarrowTiles", {2, 4, 128, 128, 4}, 32, 3},
-                                         Case{"WideTiles", {1, 2, 128, 128, 4}, 128, 4},
-                                         Case{"PartOfABlock", {1, 2, 64, 192, 2}, 96, 4},
-                                         Case{"Tiny", {2, 4, 8, 12, 3}, 12, 2},
-                                         Case{"TinyTiles", {2, 2, 12, 20, 4}, 5, 6}),
+std::vector<Case> Cases(KernelIsa isa) {
+  return {{"Qwen35", {2, 6, 128, 128, 4}, 64, 8, isa},
+          {"NarrowTiles", {2, 4, 128, 128, 4}, 32, 3, isa},
+          {"WideTiles", {1, 2, 128, 128, 4}, 128, 4, isa},
+          {"PartOfABlock", {1, 2, 64, 192, 2}, 96, 4, isa},
+          {"Tiny", {2, 4, 8, 12, 3}, 12, 2, isa},
+          {"TinyTiles", {2, 2, 12, 20, 4}, 5, 6, isa}};
+}
+
+INSTANTIATE_TEST_SUITE_P(Sm90, DeltaTest, testing::ValuesIn(Cases(KernelIsa::kSm90)),
+                         [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Mma, DeltaTest, testing::ValuesIn(Cases(KernelIsa::kMma)),
                          [](const auto& info) { return info.param.name; });
 
+INSTANTIATE_TEST_SUITE_P(Isas, DeltaStepTest, AllIsas(),
+                         [](const auto& info) { return IsaName(info.param); });
+
 // In a step of single rows: sequences without a row and without a state lie between the others.
-TEST_F(DeltaStepTest, BlocksTakeOneStateAfterTheOther) {
+TEST_P(DeltaStepTest, BlocksTakeOneStateAfterTheOther) {
   constexpr int kSequences = 60, kWithoutRow = 20, kWithoutState = 40;
-  Net net({"", {2, 6, 128, 128, 4}, 4, 16}, kSequences + 1);
+  Net net({"", {2, 6, 128, 128, 4}, 4, 16, GetParam()}, kSequences + 1);
   std::vector<Net::Inputs> inputs;
   for (int i = 0; i < kSequences; ++i) inputs.push_back(net.MakeInputs(2, 100 + 2 * i));
   std::vector<std::vector<std::vector<uint16_t>>> steps;

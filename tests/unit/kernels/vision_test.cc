@@ -47,7 +47,12 @@ std::vector<SegmentTile> Tiles(const std::vector<int32_t>& begins, int32_t most)
   return tiles;
 }
 
-TEST_F(VisionTest, SegmentAttentionSeesTheWholeSegmentAndNoOther) {
+using SegmentAttentionTest = IsaTest;
+
+INSTANTIATE_TEST_SUITE_P(Isas, SegmentAttentionTest, AllIsas(),
+                         [](const auto& info) { return IsaName(info.param); });
+
+TEST_P(SegmentAttentionTest, SeesTheWholeSegmentAndNoOther) {
   const std::vector<int32_t> begins = {0, 1, 17, 81, 209, 500};
   const int rows = begins.back();
   for (const int dim : {8, 16, 40, 64, 72, 80, 96, 128}) {
@@ -71,6 +76,7 @@ TEST_F(VisionTest, SegmentAttentionSeesTheWholeSegmentAndNoOther) {
       params.tiles = d_tiles.get();
       params.num_tiles = static_cast<int32_t>(tiles.size());
       params.softmax_scale = scale;
+      params.isa = GetParam();
       params.out = out.get();
       DORAD_ASSERT_CUDA(SegmentAttention(params, nullptr));
       results.push_back(out.Read());

@@ -1,49 +1,60 @@
 // Tiles of rows (prefill): up to 128 query rows, the tokens of one sequence by the query heads of
-// one key head, in two warpgroups of 64; a warp of a third one copies tiles of the cache into a
-// ring of stages. Heads of 256 have 64 query rows: both warpgroups compute their scores, and each
-// half of their outputs, because the registers of one do not hold all. Scores and outputs by wgmma,
-// in the order of attention_layout.h: a chunk's numerators have separate accumulators and are added
-// to the row's at the chunk's end.
+// one key head, in two warpgroups of 64; tiles of the cache are copied into a ring of stages, on
+// Hopper by a warp of its own. Heads of 256 have 64 query rows: both warpgroups compute their
+// scores, and each half of their outputs, because the registers of one do not hold all. In the
+// order of attention_layout.h: a chunk's numerators have separate accumulators and are added to the
+// row's at the chunk's end. Defines LaunchTileAttention.
+#pragma once
+
 #include <cmath>
 
+#include "kernels/common/stage_barriers.cuh"
 #include "kernels/common/status.h"
 #include "kernels/decoder/attention_device.cuh"
 #include "kernels/isa/barrier.cuh"
 #include "kernels/isa/dependent_launch.cuh"
 #include "kernels/isa/launch.h"
-#include "kernels/isa/sm90/copy.cuh"
+#include "kernels/isa/sm90/wgmma.cuh"
 
 namespace dorad::kernels {
-namespace {
+namespace tile_attention {
 
 constexpr int kTile = kAttentionTile;
 constexpr int kTilePages = kAttentionTilePages;
 constexpr int kGroups = 2;  // warpgroups that compute
 constexpr int kConsumers = 128 * kGroups;
-constexpr int kThreads = kConsumers + 128;
 constexpr int kRegistersConsumer = 232;
 constexpr int kRegistersProducer = 40;
 constexpr int kAllBarrier = 1;    // named barriers: of both groups,
 constexpr int kGroupBarrier = 2;  // and of each
 
-template <int kHeadDim>
+template <typename Isa_, int kHeadDim>
 struct Config {
+  using Isa = Isa_;
   using Tile = CacheTile<kHeadDim>;
+  // Hopper's copying warp is in a warpgroup of its own, because registers move by groups. Elsewhere
+  // one more warp would take a third of the registers: those that compute copy, too.
+  static constexpr int threads = kConsumers + (Isa::kHasCopyEngine ? 128 : 0);
+  static constexpr int fillers = Isa::kHasCopyEngine ? 1 : kConsumers / 32;
   static_assert(Tile::kColumns == 64);
   static constexpr int head_dim = kHeadDim;
   static constexpr int tile_rows = AttentionTileRows(kHeadDim);
   static constexpr int row_groups = tile_rows / 64;                 // of distinct rows
   static constexpr int out_dims = kHeadDim * row_groups / kGroups;  // of a group
-  static constexpr int stages = kHeadDim > 128 ? 3 : 4;
   static constexpr int stage_bytes = 2 * Tile::kBytes;
+  static constexpr int stages =
+      Isa::kHasCopyEngine ? (kHeadDim > 128 ? 3 : 4) : 64 * 1024 / stage_bytes;
+  using Barriers = StageBarriers<Isa, stages>;
   static constexpr int query_at = stages * stage_bytes;
   static constexpr int ones_at = query_at + row_groups * Tile::kBytes;
   static constexpr int barrier_at = ones_at + 1024;
-  static constexpr int shared_bytes = barrier_at + 2 * stages * 8 + 1024;  // to align the stages
+  static constexpr int shared_bytes = barrier_at + Barriers::kBytes + 1024;  // to align the stages
+  static_assert(shared_bytes <= Isa::kSharedBytes);
 };
 
+template <typename Isa>
 struct Args {
-  CUtensorMap k, v;
+  typename Isa::Map k, v;
   AttentionLayout layout;
   const __nv_bfloat16* q;
   __nv_bfloat16* out;
@@ -64,11 +75,13 @@ struct Span {
   __device__ int EndTile() const { return (end + kTile - 1) / kTile; }
 };
 
+// Hopper's copying warp.
 template <typename C>
-__device__ void Produce(const Args& p, const Span& span, uint32_t base) {
+__device__ void Produce(const Args<typename C::Isa>& p, const Span& span, uint32_t base) {
+  using Isa = typename C::Isa;
   const int lane = threadIdx.x % 32;
   const uint32_t full = base + C::barrier_at, empty = full + 8 * C::stages;
-  const uint64_t policy = EvictLast();
+  const typename Isa::Policy policy = Isa::EvictLast();
   const int32_t* const pages = p.pages + span.tile.page_base;
   int stage = 0;
   uint32_t parity = 0;
@@ -82,12 +95,11 @@ __device__ void Produce(const Args& p, const Span& span, uint32_t base) {
     const int first = max(span.begin / kKvPageTokens, tile * kTilePages) - tile * kTilePages;
     const int end = min((span.end - 1) / kKvPageTokens - tile * kTilePages, kTilePages - 1) + 1;
     BarrierWait(empty + 8 * stage, parity ^ 1);
-    if (lane == 0) {
-      BarrierArriveExpect(full + 8 * stage, (end - first) * kKvPageTokens * C::head_dim * 4);
-    }
+    if (lane == 0) Isa::Expect(full + 8 * stage, (end - first) * kKvPageTokens * C::head_dim * 4);
     __syncwarp();
-    CopyPages<C::head_dim>(p.k, p.v, base + stage * C::stage_bytes, full + 8 * stage, page,
-                           page_lane, p.kv_heads, span.head, first, end, policy);
+    Isa::template FetchPages<C::head_dim>(p.k, p.v, base + stage * C::stage_bytes, full + 8 * stage,
+                                          {page, page_lane, p.kv_heads, span.head, first, end},
+                                          policy);
     if (++stage == C::stages) {
       stage = 0;
       parity ^= 1;
@@ -95,15 +107,67 @@ __device__ void Produce(const Args& p, const Span& span, uint32_t base) {
   }
 }
 
+// Where there is no copy engine: the warp's share of the tiles that the warps of a block fetch for
+// each other, eight rows of each.
+template <typename C>
+class TileShare {
+ public:
+  __device__ TileShare(const Args<typename C::Isa>& p, const Span& span, uint32_t base)
+      : p_(p), span_(span), base_(base), warp_(static_cast<int>(threadIdx.x / 32)) {}
+
+  // Keys, then values of each tile in turn, to a free stage.
+  __device__ void FetchKeys(int tile, int stage) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int turn = (tile - span_.FirstTile()) % 32;
+    if (turn == 0) {
+      const int index = (tile + lane) * kTilePages + warp_ / kWarpsOfPage;
+      const bool is_in = index >= span_.begin / kKvPageTokens && index * kKvPageTokens < span_.end;
+      pages_ = is_in ? p_.pages[span_.tile.page_base + index] : -1;
+    }
+    page_ = __shfl_sync(0xFFFFFFFF, pages_, turn);
+    Fetch(p_.k, base_ + stage * C::stage_bytes, base_ + C::barrier_at + 8 * stage);
+  }
+  __device__ void FetchValues(int stage) {
+    Fetch(p_.v, base_ + stage * C::stage_bytes + C::Tile::kBytes,
+          base_ + C::barrier_at + C::Barriers::kValues + 8 * stage);
+  }
+
+ private:
+  static constexpr int kRows = kTile / (kConsumers / 32);
+  static constexpr int kWarpsOfPage = kKvPageTokens / kRows;
+
+  __device__ void Fetch(const typename C::Isa::Map& cache, uint32_t to, uint32_t full) const {
+    if (page_ >= 0) {
+      const auto* const page =
+          C::Isa::template PageAt<C::head_dim>(cache, page_, p_.kv_heads, span_.head);
+      C::Isa::template FetchRows<C::head_dim, kRows>(
+          page + warp_ % kWarpsOfPage * kRows * C::head_dim,
+          to + warp_ * kRows * C::Tile::kRowBytes);
+    }
+    C::Isa::Complete(full);
+  }
+
+  const Args<typename C::Isa>& p_;
+  const Span& span_;
+  const uint32_t base_;
+  const int warp_;
+  int pages_ = -1;  // of this warp's rows: the next 32 tiles, by lane
+  int page_ = -1;   // of the last tile whose keys were fetched
+};
+
 // The last position that a token of the tile sees.
-__device__ int LastSeenBy(const Args& p, const AttentionRowTile& tile, int token) {
+template <typename Isa>
+__device__ int LastSeenBy(const Args<Isa>& p, const AttentionRowTile& tile, int token) {
   return p.reach == nullptr ? tile.position + token : p.reach[tile.row + token];
 }
 
 // A warp's two rows of the lane: g and g + 8.
 template <typename C>
-__device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32_t base) {
+__device__ void Consume(const Args<typename C::Isa>& p, const Span& span, uint8_t* shared,
+                        uint32_t base) {
   using Tile = typename C::Tile;
+  using Isa = typename C::Isa;
+  constexpr int kValues = C::Barriers::kValues;
   constexpr int kDim = C::head_dim;
   constexpr int kOut = C::out_dims;
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
@@ -114,6 +178,14 @@ __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32
   const uint32_t full = base + C::barrier_at, empty = full + 8 * C::stages;
   const uint32_t q_at = base + C::query_at + row_group * Tile::kBytes;
   const int tile_rows = span.tile.tokens * p.group;
+
+  TileShare<C> share(p, span, base);
+  if constexpr (Isa::kApart) {
+    for (int i = 0; i < C::stages && span.FirstTile() + i < span.EndTile(); ++i) {
+      share.FetchKeys(span.FirstTile() + i, i);
+      share.FetchValues(i);
+    }
+  }
 
   // Row r of the tile is head r % group of token r / group; heads of a token are contiguous.
   const int64_t token_stride = int64_t{p.kv_heads} * p.group * kDim;
@@ -130,7 +202,7 @@ __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32
     *reinterpret_cast<uint4*>(shared + C::query_at + row_group * Tile::kBytes +
                               Tile::Offset(row, column)) = x;
   }
-  FenceProxyAsync();
+  Isa::FenceStages();
   NamedBarrier(kGroupBarrier + group, 128);
 
   int last[2], lowest[2];
@@ -166,29 +238,51 @@ __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32
 
   int stage = 0;
   uint32_t parity = 0;
-  // Waits for a tile's copies.
-  const auto await = [&](int at) {
-    BarrierWait(full + 8 * stage, parity);
+  // Unwritten values may be NaN: zeroes them.
+  const auto clear_values = [&](int at) {
     if (at >= span.begin && at + kTile <= span.end) return;
-    // Unwritten values may be NaN: zero them.
     for (int i = threadIdx.x; i < kTile * (kDim / 8); i += kConsumers) {
       const int row = i / (kDim / 8), column = i % (kDim / 8) * 8;
       if (at + row >= span.begin && at + row < span.end) continue;
       *reinterpret_cast<uint4*>(shared + stage * C::stage_bytes + Tile::kBytes +
                                 Tile::Offset(row, column)) = make_uint4(0, 0, 0, 0);
     }
-    FenceProxyAsync();
+    Isa::FenceStages();
     NamedBarrier(kAllBarrier, kConsumers);
+  };
+  // Waits for a tile's copies.
+  const auto await = [&](int at) {
+    BarrierWait(full + 8 * stage, parity);
+    if constexpr (!Isa::kApart) clear_values(at);
   };
   float scores[kTile / 2];
   const auto start_scores = [&] {
-    const uint32_t k_at = base + stage * C::stage_bytes;
-#pragma unroll
-    for (int s = 0; s < kDim / 16; ++s) {
-      const uint32_t offset = s / 4 * Tile::kBlockBytes;
-      Wgmma<kTile>(scores, WgmmaTile(q_at + offset) + 2 * (s % 4),
-                   WgmmaTile(k_at + offset) + 2 * (s % 4), s > 0);
-    }
+    Isa::template Scores<kDim / 16>(scores, q_at, base + stage * C::stage_bytes);
+  };
+  // Where values come and go apart from keys.
+  const auto await_values = [&](int at) {
+    if constexpr (!Isa::kApart) return;
+    BarrierWait(full + kValues + 8 * stage, parity);
+    clear_values(at);
+  };
+  const auto release_keys = [&] {
+    if (Isa::kApart && lane == 0) BarrierArrive(empty + 8 * stage);
+  };
+  const auto release = [&](int used) {
+    if (lane == 0) BarrierArrive(empty + kValues + 8 * used);
+  };
+  // A tile further on takes the place of `tile`, whose stage that was: by now no warp should need
+  // it any more.
+  const auto refill_keys = [&](int tile) {
+    if (!Isa::kApart || tile + C::stages >= span.EndTile()) return;
+    BarrierWait(empty + 8 * stage, parity);
+    if constexpr (Isa::kApart) share.FetchKeys(tile + C::stages, stage);
+  };
+  const auto refill_values = [&](int tile, int used) {
+    if (!Isa::kApart || tile + C::stages >= span.EndTile()) return;
+    // `parity` is that of the stage after it.
+    BarrierWait(empty + kValues + 8 * used, used + 1 == C::stages ? parity ^ 1 : parity);
+    if constexpr (Isa::kApart) share.FetchValues(used);
   };
   uint32_t probabilities[kTile / 16][4];
   const auto soften = [&](int at) {
@@ -230,41 +324,47 @@ __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32
                           first_out / Tile::kColumns * Tile::kBlockBytes;
 #pragma unroll
     for (int s = 0; s < kTile / 16; ++s) {
-      WgmmaByK<kOut>(chunk, probabilities[s],
-                     WgmmaTileByK(v_at + s * 16 * Tile::kRowBytes, Tile::kBlockBytes));
-      WgmmaNarrow(sums, probabilities[s], WgmmaTile(base + C::ones_at));
+      Isa::template Values<kOut>(chunk, probabilities[s], v_at + s * 16 * Tile::kRowBytes);
+      Isa::Sums(sums, probabilities[s], base + C::ones_at);
     }
   };
 
-  // The next tile's scores run behind this tile's values.
+  // The next tile's scores run behind this tile's values, where products run by themselves.
   const int last_tile = span.EndTile() - 1;
   await(span.FirstTile() * kTile);
-  WgmmaFence();
+  Isa::Begin(false);
   start_scores();
-  WgmmaCommit();
-  WgmmaWait<0>();
+  Isa::End();
+  release_keys();
   for (int tile = span.FirstTile(); tile < last_tile; ++tile) {
     soften(tile * kTile);
-    WgmmaFence();
+    refill_keys(tile);
+    await_values(tile * kTile);
+    Isa::Begin(false);
     start_values();
     const int used = stage;
+    if constexpr (Isa::kApart) {
+      Isa::End();
+      release(used);
+    }
     if (++stage == C::stages) {
       stage = 0;
       parity ^= 1;
     }
     await((tile + 1) * kTile);
-    WgmmaFence();
+    Isa::Begin(false);
     start_scores();
-    WgmmaCommit();
-    WgmmaWait<0>();
-    if (lane == 0) BarrierArrive(empty + 8 * used);
+    Isa::End();
+    release_keys();
+    if constexpr (!Isa::kApart) release(used);
+    refill_values(tile, used);
     if ((tile + 1) * kTile % kAttentionChunk == 0) join();
   }
   soften(last_tile * kTile);
-  WgmmaFence();
+  await_values(last_tile * kTile);
+  Isa::Begin(false);
   start_values();
-  WgmmaCommit();
-  WgmmaWait<0>();
+  Isa::End();
   join();
 
 #pragma unroll
@@ -282,25 +382,21 @@ __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32
   }
 }
 
+// shared: 1024-byte aligned.
 template <typename C>
-__global__ void __launch_bounds__(kThreads, 1) TileAttentionKernel(const __grid_constant__ Args p) {
-  LaunchDependents();
-  extern __shared__ uint8_t dynamic[];
-  uint8_t* const shared = dynamic + (1024 - SharedAddress(dynamic) % 1024) % 1024;
+__device__ void RunTileBlock(const Args<typename C::Isa>& p, uint8_t* shared) {
+  using Isa = typename C::Isa;
   const uint32_t base = SharedAddress(shared);
   if (threadIdx.x == 0) {
-    PrefetchTensorMap(&p.k);
-    PrefetchTensorMap(&p.v);
-    for (int i = 0; i < C::stages; ++i) {
-      BarrierInit(base + C::barrier_at + 8 * i, 1);
-      BarrierInit(base + C::barrier_at + 8 * (C::stages + i), kConsumers / 32);
-    }
+    Isa::Prefetch(p.k);
+    Isa::Prefetch(p.v);
+    C::Barriers::Init(base + C::barrier_at, C::fillers, kConsumers / 32);
     BarrierInitFence();
   }
   if (threadIdx.x < 256) {
     reinterpret_cast<uint32_t*>(shared + C::ones_at)[threadIdx.x] = 0x3F803F80;
   }
-  FenceProxyAsync();
+  Isa::FenceStages();
   __syncthreads();
   WaitForPrevious();
   // Later tiles of a run have more positions: they start first.
@@ -311,7 +407,9 @@ __global__ void __launch_bounds__(kThreads, 1) TileAttentionKernel(const __grid_
   span.head = static_cast<int>(blockIdx.x) % p.kv_heads;
   span.begin = p.window > 0 ? max(0, span.tile.position - p.window + 1) : 0;
   span.end = LastSeenBy(p, span.tile, span.tile.tokens - 1) + 1;
-  if (threadIdx.x < kConsumers) {
+  if constexpr (Isa::kApart) {
+    Consume<C>(p, span, shared, base);
+  } else if (threadIdx.x < kConsumers) {
     IncreaseRegisters<kRegistersConsumer>();
     Consume<C>(p, span, shared, base);
   } else {
@@ -320,14 +418,21 @@ __global__ void __launch_bounds__(kThreads, 1) TileAttentionKernel(const __grid_
   }
 }
 
-template <int kHeadDim>
+template <typename C>
+__global__ void __launch_bounds__(C::threads, 1)
+    TileAttentionKernel(const __grid_constant__ Args<typename C::Isa> p) {
+  LaunchDependents();
+  extern __shared__ uint8_t dynamic[];
+  RunTileBlock<C>(p, dynamic + (1024 - SharedAddress(dynamic) % 1024) % 1024);
+}
+
+template <typename Isa, int kHeadDim>
 cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
-  using C = Config<kHeadDim>;
-  static_assert(C::shared_bytes <= 227 * 1024);
+  using C = Config<Isa, kHeadDim>;
   const PagedAttentionParams& params = launch.params;
-  Args args;
-  DORAD_CUDA_RETURN_IF_ERROR(EncodeCache<kHeadDim>(params.cache.k, kKvPageTokens, &args.k));
-  DORAD_CUDA_RETURN_IF_ERROR(EncodeCache<kHeadDim>(params.cache.v, kKvPageTokens, &args.v));
+  Args<Isa> args;
+  DORAD_CUDA_RETURN_IF_ERROR(Isa::template Encode<kHeadDim>(params.cache.k, &args.k));
+  DORAD_CUDA_RETURN_IF_ERROR(Isa::template Encode<kHeadDim>(params.cache.v, &args.v));
   args.layout = launch.layout;
   args.q = params.q;
   args.out = params.out;
@@ -341,23 +446,20 @@ cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
   // A run of n tokens makes at most n / least_tokens tiles.
   const int32_t blocks = params.rows.rows / least_tokens * args.kv_heads;
   if (blocks == 0) return cudaSuccess;
-  return LaunchEarly(TileAttentionKernel<C>, blocks, kThreads, C::shared_bytes, stream, args);
+  return LaunchEarly(TileAttentionKernel<C>, blocks, C::threads, C::shared_bytes, stream, args);
 }
 
-}  // namespace
+}  // namespace tile_attention
 
-bool HasTileAttention(const AttentionShape& shape) {
-  return shape.head_dim == 64 || shape.head_dim == 128 || shape.head_dim == 256;
-}
-
+template <typename Isa>
 cudaError_t LaunchTileAttention(const AttentionLaunch& launch, cudaStream_t stream) {
   switch (launch.params.shape.head_dim) {
     case 64:
-      return Launch<64>(launch, stream);
+      return tile_attention::Launch<Isa, 64>(launch, stream);
     case 128:
-      return Launch<128>(launch, stream);
+      return tile_attention::Launch<Isa, 128>(launch, stream);
     case 256:
-      return Launch<256>(launch, stream);
+      return tile_attention::Launch<Isa, 256>(launch, stream);
     default:
       return cudaErrorInvalidValue;
   }

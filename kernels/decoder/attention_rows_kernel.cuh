@@ -1,0 +1,129 @@
+// Single rows (decode). Persistent blocks take (item, key head) pairs, then joins of split rows:
+// one warp copies tiles into a ring of stages, ahead across items, and four warps compute. Defines
+// LaunchRowAttention and RowBlocks.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <type_traits>
+
+#include "kernels/common/host.h"
+#include "kernels/common/status.h"
+#include "kernels/decoder/attention_rows_compute.cuh"
+#include "kernels/decoder/attention_rows_copy.cuh"
+#include "kernels/isa/barrier.cuh"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/launch.h"
+
+namespace dorad::kernels {
+namespace row_attention {
+
+// shared: 1024-byte aligned.
+template <typename C>
+__device__ void RunRowBlock(const Args<typename C::Isa>& p, uint8_t* shared) {
+  const uint32_t base = SharedAddress(shared);
+  if (threadIdx.x == 0) {
+    C::Isa::Prefetch(p.k);
+    C::Isa::Prefetch(p.v);
+    C::Barriers::Init(base + C::barrier_at, 1, kWarps);
+    BarrierInitFence();
+  }
+  __syncthreads();
+  if (threadIdx.x < 32 * kWarps) {
+    Consume<C>(p, shared, base);
+  } else {
+    Produce<C>(p, shared, base);
+  }
+}
+
+template <typename C>
+__global__ void __launch_bounds__(kThreads, C::blocks)
+    RowAttentionKernel(const __grid_constant__ Args<typename C::Isa> p) {
+  LaunchDependents();
+  extern __shared__ uint8_t dynamic[];
+  RunRowBlock<C>(p, dynamic + (1024 - SharedAddress(dynamic) % 1024) % 1024);
+}
+
+// Blocks that wait for each other's parts must run at the same time: no more than that.
+template <typename C>
+cudaError_t BlocksAtOnce(int32_t* blocks) {
+  if constexpr (C::Isa::kHasCopyEngine) {
+    static_assert(C::blocks * (C::shared_bytes + 1024) <= 228 * 1024 && C::stages >= 3);
+    DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(blocks));
+    *blocks *= C::blocks;
+    return cudaSuccess;
+  } else {
+    static_assert(C::shared_bytes <= C::Isa::kSharedBytes && C::stages >= 1);
+    static std::atomic<int> known = 0;  // all devices are alike
+    if (known == 0) {
+      int of_one = 0, processors = 0;
+      DORAD_CUDA_RETURN_IF_ERROR(AllowSharedMemory(RowAttentionKernel<C>));
+      DORAD_CUDA_RETURN_IF_ERROR(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+          &of_one, RowAttentionKernel<C>, kThreads, C::shared_bytes));
+      DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&processors));
+      known = std::min(of_one, C::blocks) * processors;
+    }
+    *blocks = known;
+    return *blocks > 0 ? cudaSuccess : cudaErrorLaunchOutOfResources;
+  }
+}
+
+template <typename C>
+cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
+  const PagedAttentionParams& params = launch.params;
+  Args<typename C::Isa> args;
+  DORAD_CUDA_RETURN_IF_ERROR(C::Isa::template Encode<C::head_dim>(params.cache.k, &args.k));
+  DORAD_CUDA_RETURN_IF_ERROR(C::Isa::template Encode<C::head_dim>(params.cache.v, &args.v));
+  args.layout = launch.layout;
+  args.q = params.q;
+  args.out = params.out;
+  args.pages = params.rows.pages;
+  args.kv_heads = params.shape.kv_heads;
+  args.kv_heads_inverse = (uint64_t{1} << 32) / params.shape.kv_heads + 1;
+  args.group = AttentionGroup(params.shape);
+  args.scale = params.softmax_scale * 1.44269504088896340736f;
+  if (launch.append != nullptr) args.append = *launch.append;
+  int32_t blocks;
+  DORAD_CUDA_RETURN_IF_ERROR(BlocksAtOnce<C>(&blocks));
+  return LaunchEarly(RowAttentionKernel<C>, blocks, kThreads, C::shared_bytes, stream, args);
+}
+
+// f(Config) of the shape.
+template <typename Isa, typename F>
+cudaError_t WithConfig(const AttentionShape& shape, F f) {
+  const auto of_group = [&](auto head_dim) {
+    return AttentionGroup(shape) <= 8 ? f(Config<Isa, head_dim, 1>())
+                                      : f(Config<Isa, head_dim, 2>());
+  };
+  switch (shape.head_dim) {
+    case 64:
+      return of_group(std::integral_constant<int, 64>());
+    case 80:
+      return of_group(std::integral_constant<int, 80>());
+    case 96:
+      return of_group(std::integral_constant<int, 96>());
+    case 128:
+      return of_group(std::integral_constant<int, 128>());
+    case 256:
+      return of_group(std::integral_constant<int, 256>());
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace row_attention
+
+template <typename Isa>
+cudaError_t RowBlocks(const AttentionShape& shape, int32_t* blocks) {
+  return row_attention::WithConfig<Isa>(
+      shape, [&](auto config) { return row_attention::BlocksAtOnce<decltype(config)>(blocks); });
+}
+
+template <typename Isa>
+cudaError_t LaunchRowAttention(const AttentionLaunch& launch, cudaStream_t stream) {
+  return row_attention::WithConfig<Isa>(launch.params.shape, [&](auto config) {
+    return row_attention::Launch<decltype(config)>(launch, stream);
+  });
+}
+
+}  // namespace dorad::kernels
