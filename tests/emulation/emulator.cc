@@ -195,3 +195,9 @@ uint32_t atomicAdd(uint32_t* to, uint32_t value) {
   *to += value;
   return before;
 }
+
+int atomicAdd(int* to, int value) {
+  const int before = *to;
+  *to += value;
+  return before;
+}

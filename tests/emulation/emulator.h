@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -180,6 +181,7 @@ auto Exchange(const T& value, F f) {
 
 struct Index {
   unsigned x;
+  unsigned y = 0;
 };
 
 }  // namespace dorad::emulation
@@ -210,6 +212,10 @@ inline int __reduce_max_sync(unsigned, int value) {
   return dorad::emulation::Exchange(
       value, [](const int* all) { return *std::max_element(all, all + 32); });
 }
+inline bool __any_sync(unsigned, bool value) {
+  return dorad::emulation::Exchange(
+      value, [](const bool* all) { return std::find(all, all + 32, true) != all + 32; });
+}
 inline bool __all_sync(unsigned, bool value) {
   return dorad::emulation::Exchange(value, [](const bool* all) {
     return std::all_of(all, all + 32, [](bool each) { return each; });
@@ -218,6 +224,7 @@ inline bool __all_sync(unsigned, bool value) {
 void __syncwarp();
 void __syncthreads();
 uint32_t atomicAdd(uint32_t* to, uint32_t value);
+int atomicAdd(int* to, int value);
 template <typename T>
 T __ldg(const T* from) {
   return *from;
@@ -227,5 +234,18 @@ T __ldcg(const T* from) {
   return *from;
 }
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1.0f / a; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline uint32_t min(uint32_t a, uint32_t b) { return std::min(a, b); }
+template <typename T>
+void __stcg(T* to, const T& value) {
+  *to = value;
+}
 inline int min(int a, int b) { return std::min(a, b); }
 inline int max(int a, int b) { return std::max(a, b); }

@@ -33,6 +33,17 @@ inline float4 LoadShared(uint32_t address) {
   return value;
 }
 
+inline void StoreRelaxed(uint4* to, const uint4& bits) {
+  *to = bits;
+  emulation::Emulator::Get().Progress();
+}
+// Who polls for a number that is not all ones lets others run.
+inline uint4 LoadRelaxed(const uint4* from) {
+  const uint4 bits = *from;
+  if ((bits.x & bits.y & bits.z & bits.w) == 0xFFFFFFFF) emulation::Emulator::Get().SwitchAway();
+  return bits;
+}
+
 inline void SignalRelease(uint32_t* counter) {
   ++*counter;
   emulation::Emulator::Get().Progress();

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <bit>
+#include <cmath>
 
 #include "tests/emulation/emulator.h"
 
@@ -33,6 +34,29 @@ inline void LoadMatricesTransposed(uint32_t (&r)[4], uint32_t address) {
     return 0;
   });
 }
+
+inline uint32_t Transpose(uint32_t value) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  return emulation::Exchange(value, [lane](const uint32_t* all) {
+    // Row r of the result is column r: its elements are in column r of the rows 2 t, 2 t + 1.
+    uint32_t result = 0;
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane % 4 * 2 + half, column = lane / 4;
+      const uint32_t pair = all[row * 4 + column / 2];
+      result |= (column % 2 == 0 ? pair & 0xFFFF : pair >> 16) << 16 * half;
+    }
+    return result;
+  });
+}
+
+inline uint32_t PackBf16(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  uint32_t bits;
+  std::memcpy(&bits, &pair, sizeof(bits));
+  return bits;
+}
+
+inline float Exp2(float x) { return std::exp2(x); }
 
 // The halves of a register, the lower one first.
 inline float HalfOf(uint32_t pair, int half) {

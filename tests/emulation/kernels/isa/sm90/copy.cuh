@@ -20,6 +20,18 @@ inline void MustLive(const emulation::Block& block) {
   if (block.alive == 0) emulation::Fail("a block that has left is reached into");
 }
 
+inline void CopyBytes(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
+  emulation::Block* const block = &emulation::ThisBlock();
+  if (destination % 16 != 0 || bytes % 16 != 0) emulation::Fail("a copy is not aligned");
+  emulation::Emulator::Get().Later([=] {
+    MustLive(*block);
+    std::memcpy(block->At(destination), source, bytes);
+    emulation::Barrier& done = block->BarrierAt(barrier);
+    done.bytes -= bytes;
+    emulation::CheckPhase(done);
+  });
+}
+
 inline void CopyBoxTo(emulation::Block* block, uint32_t destination, const CUtensorMap* map,
                       int column, int row, uint32_t barrier) {
   FakeMap from;

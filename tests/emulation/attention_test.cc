@@ -1,0 +1,335 @@
+// Attention by mma.sync in the emulator, against a double reference and against itself: whole rows,
+// rows in parts, rows appended on the way, and tiles of rows have the same bits. Unused places of
+// the cache are NaN.
+#include <cmath>
+#include <numeric>
+
+#include "gtest/gtest.h"
+#include "kernels/decoder/attention_layout.h"
+#include "kernels/decoder/attention_mma.cuh"
+#include "kernels/decoder/attention_rows_kernel.cuh"
+#include "kernels/decoder/attention_tiles_kernel.cuh"
+#include "tests/emulation/emulator.h"
+
+namespace dorad::kernels {
+namespace {
+
+using emulation::Emulator;
+using emulation::Grid;
+using Bf16 = __nv_bfloat16;
+
+struct Case {
+  const char* name;
+  AttentionShape shape;
+  int window = 0;
+  // Each sequence's rows [first, end), by position. A row sees the whole run, or none behind it.
+  std::vector<std::pair<int, int>> runs;
+  bool sees_run = false;
+};
+
+void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
+
+class Step {
+ public:
+  Step(const Case& c, std::mt19937* random) : case_(c), random_(*random) {
+    const auto [heads, kv_heads, dim] = c.shape;
+    std::normal_distribution<float> normal;
+    int pages = 2;
+    for (const auto& run : c.runs) pages += (run.second + kKvPageTokens - 1) / kKvPageTokens;
+    std::vector<int32_t> shuffled(pages);
+    std::iota(shuffled.begin(), shuffled.end(), 0);
+    std::shuffle(shuffled.begin(), shuffled.end(), random_);
+    k_.assign(size_t{1} * pages * kv_heads * kKvPageTokens * dim, __float2bfloat16(NAN));
+    v_ = k_;
+    for (size_t s = 0; s < c.runs.size(); ++s) {
+      const auto [first, end] = c.runs[s];
+      page_begin_.push_back(static_cast<int32_t>(pages_.size()));
+      for (int at = 0; at < end; at += kKvPageTokens) {
+        pages_.push_back(shuffled.back());
+        shuffled.pop_back();
+      }
+      for (int position = 0; position < end; ++position) {
+        for (int head = 0; head < kv_heads; ++head) {
+          for (int d = 0; d < dim; ++d) {
+            k_[At(s, position, head) + d] = __float2bfloat16(normal(random_));
+            v_[At(s, position, head) + d] = __float2bfloat16(normal(random_));
+          }
+        }
+      }
+      for (int position = first; position < end; ++position) {
+        rows_.push_back({static_cast<int>(s), position, c.sees_run ? end - 1 : position});
+        reach_.push_back(rows_.back().last);
+      }
+    }
+    q_.resize(rows_.size() * heads * dim);
+    for (Bf16& x : q_) x = __float2bfloat16(normal(random_));
+  }
+
+  // Outputs of all rows by themselves. in_parts: by chunks, which are joined.
+  std::vector<Bf16> Rows(bool in_parts, bool appends = false) {
+    std::vector<Bf16> out(q_.size(), __float2bfloat16(NAN));
+    WithConfig([&](auto config) { RunRows<decltype(config)>(in_parts, appends, out.data()); });
+    return out;
+  }
+
+  // The same in tiles of rows.
+  std::vector<Bf16> Tiles() {
+    std::vector<Bf16> out(q_.size(), __float2bfloat16(NAN));
+    switch (case_.shape.head_dim) {
+      case 64:
+        RunTiles<tile_attention::Config<MmaPages, 64>>(out.data());
+        break;
+      case 128:
+        RunTiles<tile_attention::Config<MmaPages, 128>>(out.data());
+        break;
+      default:
+        RunTiles<tile_attention::Config<MmaPages, 256>>(out.data());
+    }
+    return out;
+  }
+
+  // The largest error of a row's heads, in units of the output's size.
+  double Error(const std::vector<Bf16>& out) const {
+    const auto [heads, kv_heads, dim] = case_.shape;
+    double worst = 0.0;
+    for (size_t row = 0; row < rows_.size(); ++row) {
+      for (int head = 0; head < heads; ++head) {
+        const Row& at = rows_[row];
+        const Bf16* const q = q_.data() + (row * heads + head) * dim;
+        std::vector<double> sum(dim, 0.0);
+        double total = 0.0;
+        for (int j = First(at); j <= at.last; ++j) {
+          const int64_t place = At(at.sequence, j, head / (heads / kv_heads));
+          double dot = 0.0;
+          for (int d = 0; d < dim; ++d) {
+            dot += double{__bfloat162float(q[d])} * double{__bfloat162float(k_[place + d])};
+          }
+          const double weight = std::exp(dot * double{scale()});
+          total += weight;
+          for (int d = 0; d < dim; ++d) sum[d] += weight * double{__bfloat162float(v_[place + d])};
+        }
+        double difference = 0.0, size = 0.0;
+        for (int d = 0; d < dim; ++d) {
+          const double got = __bfloat162float(out[(row * heads + head) * dim + d]);
+          difference += std::pow(got - sum[d] / total, 2);
+          size += std::pow(sum[d] / total, 2);
+        }
+        const double error = std::sqrt(difference / size);
+        if (!(error <= worst)) worst = error;
+      }
+    }
+    return worst;
+  }
+
+  // Whether each sequence has one row, and no row more than its own position.
+  bool CanAppend() const {
+    return !case_.sees_run && rows_.size() == case_.runs.size() && case_.shape.head_dim != 80;
+  }
+
+ private:
+  struct Row {
+    int sequence;
+    int position;
+    int last;  // that it sees
+  };
+
+  float scale() const { return 1.0f / std::sqrt(static_cast<float>(case_.shape.head_dim)); }
+  int First(const Row& row) const {
+    return case_.window > 0 ? std::max(0, row.position - case_.window + 1) : 0;
+  }
+  int64_t At(size_t sequence, int position, int kv_head) const {
+    const int64_t page = pages_[page_begin_[sequence] + position / kKvPageTokens];
+    return ((page * case_.shape.kv_heads + kv_head) * kKvPageTokens + position % kKvPageTokens) *
+           case_.shape.head_dim;
+  }
+
+  template <typename F>
+  void WithConfig(F f) {
+    ASSERT_EQ(row_attention::WithConfig<MmaPages>(case_.shape,
+                                                  [&](auto config) {
+                                                    f(config);
+                                                    return cudaSuccess;
+                                                  }),
+              cudaSuccess);
+  }
+
+  // As PlanAttention does it.
+  void AddItems(int row, bool in_parts, std::vector<AttentionItem>* items,
+                std::vector<AttentionItem>* joins, int* slots) const {
+    const Row& at = rows_[row];
+    const int page_base = page_begin_[at.sequence];
+    const auto add = [&](int begin, int end, int slot, int parts, int first) {
+      AttentionItem item{row, begin, end, slot, parts, first, page_base, at.position, {}};
+      const int first_page = begin / kAttentionTile * kAttentionTilePages;
+      for (int j = 0; j < 2 * kAttentionTilePages; ++j) {
+        const int page = first_page + j;
+        const bool is_in = page * kKvPageTokens < end && page >= begin / kKvPageTokens;
+        item.pages[j] = is_in ? pages_[page_base + page] : -1;
+      }
+      items->push_back(item);
+    };
+    const int begin = First(at), end = at.last + 1;
+    const int first_chunk = begin / kAttentionChunk, chunks = (end - 1) / kAttentionChunk + 1;
+    const int parts = chunks - first_chunk;
+    if (!in_parts || parts == 1) return add(begin, end, -1, 1, 0);
+    for (int i = 0; i < parts; ++i) {
+      const int chunk = (first_chunk + i) * kAttentionChunk;
+      add(std::max(begin, chunk), std::min(end, chunk + kAttentionChunk), *slots + i, parts,
+          *slots);
+    }
+    joins->push_back({row, 0, 0, -1, parts, *slots, 0, 0, {}});
+    *slots += parts;
+  }
+
+  template <typename C>
+  void RunRows(bool in_parts, bool appends, Bf16* out) {
+    std::vector<AttentionItem> items, joins;
+    int slots = 0;
+    for (size_t row = 0; row < rows_.size(); ++row) {
+      AddItems(static_cast<int>(row), in_parts, &items, &joins, &slots);
+    }
+    AttentionHeader header = {static_cast<int32_t>(items.size()),
+                              static_cast<int32_t>(joins.size()), 0, 0, 0};
+    items.insert(items.end(), joins.rbegin(), joins.rend());
+    row_attention::Args<MmaPages> args = {};
+    args.layout.header = &header;
+    args.layout.items = items.data();
+    args.layout.items_room = static_cast<int32_t>(items.size());
+    args.layout.part_floats = AttentionPartFloats(case_.shape);
+    std::vector<uint32_t> parts(
+        size_t{1} * slots * case_.shape.kv_heads * args.layout.part_floats + 4, kNoPart);
+    args.layout.parts = reinterpret_cast<float*>(parts.data());
+    std::vector<Bf16> k = k_, v = v_, qkv;
+    const std::vector<float> cos(4096 * 128, 1.0f), sin(4096 * 128, 0.0f);
+    args.k = k.data();
+    args.v = v.data();
+    args.q = q_.data();
+    args.out = out;
+    args.pages = pages_.data();
+    args.kv_heads = case_.shape.kv_heads;
+    args.kv_heads_inverse = (uint64_t{1} << 32) / case_.shape.kv_heads + 1;
+    args.group = AttentionGroup(case_.shape);
+    args.scale = scale() * 1.44269504088896340736f;
+    if (appends) {
+      // Rows turn by no angle: what is appended is what was in the cache.
+      const auto [heads, kv_heads, dim] = case_.shape;
+      for (size_t row = 0; row < rows_.size(); ++row) {
+        qkv.insert(qkv.end(), q_.begin() + row * heads * dim, q_.begin() + (row + 1) * heads * dim);
+        for (std::vector<Bf16>* cache : {&k, &v}) {
+          for (int head = 0; head < kv_heads; ++head) {
+            const auto at = cache->begin() + At(rows_[row].sequence, rows_[row].position, head);
+            qkv.insert(qkv.end(), at, at + dim);
+            std::fill(at, at + dim, __float2bfloat16(NAN));
+          }
+        }
+      }
+      args.append.shape = case_.shape;
+      args.append.qkv = qkv.data();
+      args.append.cos = cos.data();
+      args.append.sin = sin.data();
+      args.append.cache = {k.data(), v.data()};
+    }
+    int delay = static_cast<int>(random_() % 200);
+    Grid grid(
+        3, row_attention::kThreads, 1, C::shared_bytes, [&delay] { return --delay < 0; },
+        [&] { row_attention::RunRowBlock<C>(args, emulation::ThisBlock().shared); });
+    Emulator::Get().Run({&grid});
+    EXPECT_EQ(header.next, 0);
+    EXPECT_EQ(header.done, 0);
+    EXPECT_TRUE(std::all_of(parts.begin(), parts.end(), [](uint32_t x) { return x == kNoPart; }));
+    EXPECT_EQ(std::memcmp(k.data(), k_.data(), k.size() * sizeof(Bf16)), 0);
+    EXPECT_EQ(std::memcmp(v.data(), v_.data(), v.size() * sizeof(Bf16)), 0);
+  }
+
+  template <typename C>
+  void RunTiles(Bf16* out) {
+    std::vector<AttentionRowTile> tiles;
+    const int most = AttentionTileTokens(case_.shape);
+    for (size_t row = 0; row < rows_.size();) {
+      const Row& at = rows_[row];
+      const int left = case_.runs[at.sequence].second - at.position;
+      tiles.push_back(
+          {static_cast<int32_t>(row), std::min(left, most), at.position, page_begin_[at.sequence]});
+      row += tiles.back().tokens;
+    }
+    AttentionHeader header = {0, 0, static_cast<int32_t>(tiles.size()), 0, 0};
+    tile_attention::Args<MmaPages> args = {};
+    args.layout.header = &header;
+    args.layout.tiles = tiles.data();
+    args.k = k_.data();
+    args.v = v_.data();
+    args.q = q_.data();
+    args.out = out;
+    args.pages = pages_.data();
+    args.reach = case_.sees_run ? reach_.data() : nullptr;
+    args.kv_heads = case_.shape.kv_heads;
+    args.group = AttentionGroup(case_.shape);
+    args.window = case_.window;
+    args.scale = scale() * 1.44269504088896340736f;
+    const int blocks = (static_cast<int>(tiles.size()) + 1) * args.kv_heads;  // some without a tile
+    Grid grid(
+        blocks, C::threads, 1, C::shared_bytes, [] { return true; },
+        [&] { tile_attention::RunTileBlock<C>(args, emulation::ThisBlock().shared); });
+    Emulator::Get().Run({&grid});
+  }
+
+  const Case case_;
+  std::mt19937& random_;
+  std::vector<Row> rows_;
+  std::vector<Bf16> k_, v_, q_;
+  std::vector<int32_t> pages_, page_begin_, reach_;
+};
+
+class EmulatedAttention : public testing::TestWithParam<Case> {};
+
+TEST_P(EmulatedAttention, HasTheSameBitsInAllWays) {
+  Emulator emulator(3);
+  Step step(GetParam(), &emulator.random());
+  std::vector<Bf16> whole;
+  ASSERT_NO_THROW(whole = step.Rows(false));
+  EXPECT_LT(step.Error(whole), 4e-3);  // of bf16's rounding
+  const auto expect_same = [&](const char* way, auto compute) {
+    std::vector<Bf16> other;
+    ASSERT_NO_THROW(other = compute()) << way;
+    int different = 0, first = -1;
+    for (size_t i = 0; i < whole.size(); ++i) {
+      if (std::memcmp(&whole[i], &other[i], sizeof(Bf16)) == 0) continue;
+      if (first < 0) first = static_cast<int>(i);
+      ++different;
+    }
+    EXPECT_EQ(different, 0) << way << ", first at " << first;
+  };
+  expect_same("in parts", [&] { return step.Rows(true); });
+  if (step.CanAppend()) {
+    expect_same("appended", [&] { return step.Rows(false, true); });
+    expect_same("appended in parts", [&] { return step.Rows(true, true); });
+  }
+  if (HasTileAttention(GetParam().shape)) expect_same("in tiles", [&] { return step.Tiles(); });
+}
+
+std::vector<Case> Cases() {
+  std::vector<Case> cases;
+  const std::vector<std::pair<int, int>> singles = {{0, 1},     {15, 16},   {63, 64},  {64, 65},
+                                                    {129, 130}, {255, 256}, {300, 301}};
+  cases.push_back({"Dim64", {8, 2, 64}, 0, singles});
+  cases.push_back({"Dim80", {6, 2, 80}, 0, singles});
+  cases.push_back({"Dim96Wide", {18, 2, 96}, 0, singles});
+  cases.push_back({"Dim128", {6, 2, 128}, 0, singles});
+  cases.push_back({"Dim128Wide", {12, 1, 128}, 0, {{40, 41}, {270, 271}}});
+  cases.push_back({"Dim256", {4, 2, 256}, 0, {{5, 6}, {130, 131}, {200, 201}}});
+  cases.push_back({"Dim256Wide", {16, 1, 256}, 0, {{5, 6}, {130, 131}, {200, 201}}});
+  cases.push_back({"Window", {4, 2, 64}, 100, singles});
+  cases.push_back({"Run64", {4, 2, 64}, 0, {{0, 40}, {100, 170}}});
+  cases.push_back({"Run128", {4, 2, 128}, 0, {{0, 20}, {230, 300}}});
+  cases.push_back({"Run256", {4, 1, 256}, 0, {{0, 20}, {190, 210}}});
+  cases.push_back({"RunInWindow", {4, 1, 64}, 90, {{250, 290}}});
+  cases.push_back({"Image", {4, 1, 64}, 0, {{30, 80}}, true});
+  cases.push_back({"Long", {1, 1, 64}, 0, {{2300, 2302}}});
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(, EmulatedAttention, testing::ValuesIn(Cases()),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace dorad::kernels
