@@ -113,14 +113,14 @@ template <typename C>
 class TileShare {
  public:
   __device__ TileShare(const Args<typename C::Isa>& p, const Span& span, uint32_t base)
-      : p_(p), span_(span), base_(base), warp_(static_cast<int>(threadIdx.x / 32)) {}
+      : p_(p), span_(span), base_(base) {}
 
   // Keys, then values of each tile in turn, to a free stage.
   __device__ void FetchKeys(int tile, int stage) {
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int turn = (tile - span_.FirstTile()) % 32;
     if (turn == 0) {
-      const int index = (tile + lane) * kTilePages + warp_ / kWarpsOfPage;
+      const int index = (tile + lane) * kTilePages + Warp() / kWarpsOfPage;
       const bool is_in = index >= span_.begin / kKvPageTokens && index * kKvPageTokens < span_.end;
       pages_ = is_in ? p_.pages[span_.tile.page_base + index] : -1;
     }
@@ -136,13 +136,15 @@ class TileShare {
   static constexpr int kRows = kTile / (kConsumers / 32);
   static constexpr int kWarpsOfPage = kKvPageTokens / kRows;
 
+  static __device__ int Warp() { return static_cast<int>(threadIdx.x / 32); }
+
   __device__ void Fetch(const typename C::Isa::Map& cache, uint32_t to, uint32_t full) const {
     if (page_ >= 0) {
       const auto* const page =
           C::Isa::template PageAt<C::head_dim>(cache, page_, p_.kv_heads, span_.head);
       C::Isa::template FetchRows<C::head_dim, kRows>(
-          page + warp_ % kWarpsOfPage * kRows * C::head_dim,
-          to + warp_ * kRows * C::Tile::kRowBytes);
+          page + Warp() % kWarpsOfPage * kRows * C::head_dim,
+          to + Warp() * kRows * C::Tile::kRowBytes);
     }
     C::Isa::Complete(full);
   }
@@ -150,7 +152,6 @@ class TileShare {
   const Args<typename C::Isa>& p_;
   const Span& span_;
   const uint32_t base_;
-  const int warp_;
   int pages_ = -1;  // of this warp's rows: the next 32 tiles, by lane
   int page_ = -1;   // of the last tile whose keys were fetched
 };

@@ -21,7 +21,9 @@ struct MmaAttention : MmaIsa<4> {
     const uint32_t k = keys + (lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
 #pragma unroll
     for (float& x : d) x = 0.0f;
-#pragma unroll
+    // More at once would cost registers that sm_100 does not have.
+    [[maybe_unused]] constexpr int kUnroll = kSteps > 8 ? 2 : 4;
+#pragma unroll kUnroll
     for (int s = 0; s < kSteps; ++s) {
       const uint32_t block = s / 4 * kBlockBytes, turn = s % 4 * 32;
       uint32_t rows[4];
