@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from collections.abc import Callable
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,9 +26,6 @@ USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
 KERNEL = re.compile(r"\d([A-Za-z]\w*?Kernel)I")
 NUMBERS = re.compile(r"L[a-z](\d+)E")
-PROJECTION = re.compile(r"ProjectKernel\w*?MmaIsaILi(\d)EEELi(\d)ELi(\d+)ELb([01])E")
-NORM = re.compile(r"RowGemmMmaKernel\w*?ReductionE(\d)ELi(\d+)ELb([01])E")
-SAMPLING = re.compile(r"SampleRowsKernel\w*?(Unadjusted|Adjuster)")
 
 
 class Kernel(NamedTuple):
@@ -42,21 +40,50 @@ class Limits(NamedTuple):
     spilled: int  # bytes, of the kernel and what it calls
 
 
+def project(row_warps: int, tiles: int, panel: int, adapted: int) -> Kernel:
+    most = 32 if row_warps == 2 else 64 * tiles
+    text = f"≤ {most} rows, panels of {panel}, {'adapted' if adapted else 'base'}"
+    return Kernel("linear", (adapted, most, panel), text)
+
+
+def norm(reduction: int, columns: int, by_in: int) -> Kernel:
+    what = ("W + s·B·A squared", "dots of W Aᵀ and B", "A Aᵀ")[reduction]
+    text = f"norm: {what}{', W transposed' if by_in else ''}, tiles of {columns}"
+    return Kernel("norm", (reduction, columns, by_in), text)
+
+
+def attention_rows(heads: int, group: int) -> Kernel:
+    text = f"attention, rows, heads of {heads}, ≤ {8 * group} a group"
+    return Kernel("attention", (0, heads, group), text)
+
+
+def attention_tiles(heads: int) -> Kernel:
+    return Kernel("attention", (1, heads), f"attention, tiles, heads of {heads}")
+
+
+# By the mangled name; the groups are numbers.
+KERNELS: tuple[tuple[str, Callable[..., Kernel]], ...] = (
+    (r"ProjectKernel\w*?MmaIsaILi(\d)EEELi(\d)ELi(\d+)ELb([01])E", project),
+    (r"RowGemmMmaKernel\w*?ReductionE(\d)ELi(\d+)ELb([01])E", norm),
+    (r"RowAttentionKernel\w*?MmaPagesELi(\d+)ELi(\d)E", attention_rows),
+    (r"TileAttentionKernel\w*?MmaPagesELi(\d+)E", attention_tiles),
+    (
+        r"SegmentAttentionKernel\w*?MmaHeadsELi(\d+)E",
+        lambda heads: Kernel("images", (heads,), f"images, heads of ≤ {heads}"),
+    ),
+    (r"StepKernel\w*?MmaIsaILi4E", lambda: Kernel("delta", (), "delta rule, a row")),
+    (r"SampleRowsKernel\w*?Unadjusted", lambda: Kernel("sampling", (0,), "sampling")),
+    (
+        r"SampleRowsKernel\w*?Adjuster",
+        lambda: Kernel("sampling", (1,), "sampling, with adjustments"),
+    ),
+)
+
+
 def name_of(unit: str, mangled: str) -> Kernel:
-    if found := PROJECTION.search(mangled):
-        row_warps, tiles, panel, adapted = map(int, found.groups())
-        most = 32 if row_warps == 2 else 64 * tiles
-        text = f"≤ {most} rows, panels of {panel}, {'adapted' if adapted else 'base'}"
-        return Kernel("linear", (adapted, most, panel), text)
-    if found := NORM.search(mangled):
-        reduction, columns, by_in = map(int, found.groups())
-        what = ("W + s·B·A squared", "dots of W Aᵀ and B", "A Aᵀ")[reduction]
-        text = f"norm: {what}{', W transposed' if by_in else ''}, tiles of {columns}"
-        return Kernel("norm", (reduction, columns, by_in), text)
-    if found := SAMPLING.search(mangled):
-        adjusts = found[1] == "Adjuster"
-        text = f"sampling{', with adjustments' if adjusts else ''}"
-        return Kernel("sampling", (int(adjusts),), text)
+    for pattern, name in KERNELS:
+        if found := re.search(pattern, mangled):
+            return name(*map(int, found.groups()))
     kernel = KERNEL.search(mangled)
     numbers = tuple(int(n) for n in NUMBERS.findall(mangled))
     return Kernel(unit, numbers, f"{kernel[1] if kernel else unit} {numbers}")

@@ -3,7 +3,9 @@
 // same run (prefill: in TFLOP/s). Rows split by load, always and never; the norms, rotation and
 // append before it, both after each other, and in one launch (decodes).
 //
-//   kernels_attention_bench [filter: a part of the case's name]
+//   kernels_attention_bench [mma] [filter: a part of the case's name]
+//
+// With `mma`, by the instructions that all GPUs have.
 #include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
 
@@ -92,7 +94,15 @@ std::vector<Run> Join(std::vector<Run> runs, const std::vector<Run>& more) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::string filter = argc > 1 ? argv[1] : "";
+  std::string filter;
+  auto isa = dorad::kernels::KernelIsa::kSm90;
+  for (int i = 1; i < argc; ++i) {
+    if (std::string(argv[i]) == "mma") {
+      isa = dorad::kernels::KernelIsa::kMma;
+    } else {
+      filter = argv[i];
+    }
+  }
   cudaStream_t stream;
   Check(cudaStreamCreate(&stream));
   // All layers' caches, and before they are filled the copy bandwidth.
@@ -176,6 +186,7 @@ int main(int argc, char** argv) {
       params.shape = kShape;
       params.row_tiles = has_runs;
       params.split = split;
+      params.isa = isa;
       params.workspace = {workspace, workspace_bytes, max_rows};
       Check(PlanAttention(params, stream));
     };
@@ -187,6 +198,7 @@ int main(int argc, char** argv) {
       params.cache = {cache + 2 * layer * plane, cache + (2 * layer + 1) * plane};
       params.softmax_scale = 1.0f / std::sqrt(128.0f);
       params.row_tiles = has_runs;
+      params.isa = isa;
       params.workspace = {workspace, workspace_bytes, max_rows};
       params.out = out;
       return params;
