@@ -1,6 +1,7 @@
 """Starts the real binary, waits for its ready line, and ends it by its own pid.
 
-DORAD_BINARY names another binary than build/dorad, DORAD_TEST_DEVICE its model.device.
+DORAD_BINARY names another binary than build/dorad, DORAD_TEST_DEVICE its model.device,
+DORAD_TEST_INSTRUCTION_SET its engine.instruction_set.
 """
 
 import os
@@ -67,6 +68,8 @@ def command(
 ) -> list[str]:
     """The command line; ports are picked by the kernel unless settings say otherwise."""
     values: dict[str, object] = PORTS | {"model.device": device()}
+    if instruction_set := os.environ.get("DORAD_TEST_INSTRUCTION_SET"):
+        values["engine.instruction_set"] = instruction_set
     if config is None:
         values["engine.kv_bytes"] = "1GiB"  # not a share of this machine's free memory
     values |= settings or {}

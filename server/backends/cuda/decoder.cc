@@ -225,6 +225,7 @@ absl::Status CudaDecoder::Attention(int64_t layer, int64_t number, const kernels
   rope.q = q_;
   rope.cache = kv_[number];
   kernels::PagedAttentionParams attention;
+  attention.isa = model_.isa();
   attention.rows = rows;
   attention.shape = rope.shape;
   attention.q = q_;
@@ -257,6 +258,7 @@ absl::Status CudaDecoder::Delta(int64_t layer, int64_t number, const kernels::St
   DORAD_RETURN_IF_ERROR(linear_.Run(w.qkvz, linear, normed_, wide_));
   DORAD_RETURN_IF_ERROR(linear_.Run(w.ba, linear, normed_, factors_));
   kernels::DeltaParams delta;
+  delta.isa = model_.isa();
   delta.rows = rows;
   delta.single_rows = decode;
   delta.shape = DeltaShapeOf(config.delta);
@@ -292,6 +294,7 @@ absl::Status CudaDecoder::Mlp(int64_t layer, const LinearRows& linear) {
 absl::Status CudaDecoder::PlanAttention(const kernels::StepRows& rows, bool decode) {
   for (const auto& [window, workspace] : plans_) {
     kernels::AttentionPlanParams plan;
+    plan.isa = model_.isa();
     plan.rows = rows;
     plan.shape = Shape();
     plan.window = static_cast<int32_t>(window);

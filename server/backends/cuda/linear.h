@@ -32,6 +32,8 @@ class Linear {
   absl::Status Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
                    __nv_bfloat16* y);
 
+  kernels::KernelIsa isa() const { return isa_; }
+
   // Whether launches may be captured and replayed for other rows: library products depend on the
   // batch's adapters at launch.
   bool is_capturable() const { return !library_.has_value(); }

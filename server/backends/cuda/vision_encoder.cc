@@ -362,6 +362,7 @@ absl::Status VisionEncoder::Attention(const Chunk& chunk) {
   const std::vector<int32_t>& begins = windowed ? work_->window_begins : work_->frame_begins;
   const int32_t first = begins[work_->chunk];
   kernels::SegmentAttentionParams params;
+  params.isa = linear_.isa();
   params.qkv = buffers_.qkv;
   params.rows = static_cast<int32_t>(work_->patches);
   params.heads = static_cast<int32_t>(vision_.heads);
