@@ -10,7 +10,6 @@ constexpr int kPatience = 4000;
 // Now and then a warp of a block is left out for some rounds.
 constexpr int kSleepEvery = 200;
 constexpr int kMostSleep = 500;
-constexpr size_t kStackBytes = 96 * 1024;
 
 }  // namespace
 
@@ -58,11 +57,12 @@ Grid::Grid(int blocks, int threads, int cluster, uint32_t shared_bytes,
     Thread& thread = threads_[i];
     thread.block = &blocks_[i / threads];
     thread.index = static_cast<unsigned>(i % threads);
-    thread.stack = std::make_unique_for_overwrite<unsigned char[]>(kStackBytes);
-    getcontext(&thread.beginning);
-    thread.beginning.uc_stack.ss_sp = thread.stack.get();
-    thread.beginning.uc_stack.ss_size = kStackBytes;
-    makecontext(&thread.beginning, &Grid::Enter, 0);
+    thread.fiber = std::make_unique_for_overwrite<Fiber>();
+    ucontext_t& beginning = thread.fiber->beginning;
+    getcontext(&beginning);
+    beginning.uc_stack.ss_sp = thread.fiber->stack;
+    beginning.uc_stack.ss_size = sizeof(thread.fiber->stack);
+    makecontext(&beginning, &Grid::Enter, 0);
   }
 }
 
@@ -90,13 +90,14 @@ void Grid::Enter() {
 void Emulator::SwitchTo(Thread& thread) {
   thread_ = &thread;
   if (_setjmp(scheduler_) != 0) return;
-  if (thread.started) _longjmp(thread.left_at, 1);
-  thread.started = true;
-  setcontext(&thread.beginning);
+  Fiber& fiber = *thread.fiber;
+  if (fiber.started) _longjmp(fiber.left_at, 1);
+  fiber.started = true;
+  setcontext(&fiber.beginning);
 }
 
 void Emulator::SwitchAway() {
-  if (_setjmp(thread_->left_at) == 0) _longjmp(scheduler_, 1);
+  if (_setjmp(thread_->fiber->left_at) == 0) _longjmp(scheduler_, 1);
 }
 
 void Emulator::Wait(const uint32_t& number, bool until, uint32_t value) {
@@ -122,10 +123,11 @@ void Emulator::Run(const std::vector<Grid*>& grids) {
         if (random_() % kSleepEvery != 0) continue;
         block.warps[random_() % block.warps.size()].asleep_until = round + random_() % kMostSleep;
       }
-      const size_t count = grid->threads_.size();
-      const size_t first = random_() % count;
-      for (size_t i = 0; i < count; ++i) {
-        Thread& thread = grid->threads_[(first + i) % count];
+      std::vector<Thread>& threads = grid->threads_;
+      auto next = threads.begin() + random_() % threads.size();
+      for (size_t i = 0; i < threads.size(); ++i) {
+        if (next == threads.end()) next = threads.begin();
+        Thread& thread = *next++;
         if (thread.done || thread.Waits()) continue;
         if (thread.block->warps[thread.index / 32].asleep_until > round) continue;
         SwitchTo(thread);

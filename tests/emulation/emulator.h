@@ -61,8 +61,9 @@ struct Meeting {
 
 struct Warp {
   Meeting meeting;
-  int64_t asleep_until = 0;                 // in rounds: others run ahead
-  alignas(16) unsigned char slots[32][64];  // what lanes show each other
+  int64_t asleep_until = 0;  // in rounds: others run ahead
+  // What lanes show each other, in turns: some may still read when others show what is next.
+  alignas(16) unsigned char shown[2][32 * 64];
 };
 
 struct Block {
@@ -84,20 +85,26 @@ struct Block {
   Meeting named[16];
 };
 
+// What a fiber needs to run.
+struct Fiber {
+  bool started = false;
+  jmp_buf left_at;       // of a started one
+  ucontext_t beginning;  // of another one
+  unsigned char stack[96 * 1024];
+};
+
+// Small, because each is looked at in each round.
 struct Thread {
   bool Waits() const { return waits_on != nullptr && (*waits_on == value) != until; }
 
   const uint32_t* waits_on = nullptr;  // until it has the value, or another one
   bool until = false;
+  bool done = false;
   uint32_t value = 0;
   Block* block = nullptr;
   unsigned index = 0;
-  bool started = false;
   uint32_t cluster_arrival = 0;  // what ClusterWait waits for
-  bool done = false;
-  jmp_buf left_at;       // of a started one
-  ucontext_t beginning;  // of another one
-  std::unique_ptr<unsigned char[]> stack;
+  std::unique_ptr<Fiber> fiber;
 };
 
 // One launch.
@@ -165,18 +172,33 @@ void Await(const Meeting& meeting, uint32_t generation);
 // A phase ends when nobody is awaited and no copy owes bytes.
 void CheckPhase(Barrier& barrier);
 
+// What the lanes of a warp show each other at its next meeting.
+template <typename T>
+T* Shown(Warp& warp) {
+  static_assert(sizeof(T) <= sizeof(warp.shown[0]) / 32);
+  return reinterpret_cast<T*>(warp.shown[warp.meeting.generation % 2]);
+}
+
 // All lanes show a value; f of all 32 is what each of them gets.
 template <typename T, typename F>
 auto Exchange(const T& value, F f) {
-  static_assert(sizeof(T) <= sizeof(Warp::slots[0]));
   const unsigned thread = Emulator::Get().thread().index;
   Warp& warp = ThisBlock().warps[thread / 32];
-  std::memcpy(warp.slots[thread % 32], &value, sizeof(T));
-  Meet(warp.meeting, 32);
-  T all[32];
-  for (int i = 0; i < 32; ++i) std::memcpy(&all[i], warp.slots[i], sizeof(T));
+  T* all = Shown<T>(warp);
+  all[thread % 32] = value;
   Meet(warp.meeting, 32);
   return f(all);
+}
+
+// The same, and f does the work of all lanes at once.
+template <typename T, typename F>
+void Together(const T& value, F f) {
+  const unsigned thread = Emulator::Get().thread().index;
+  Warp& warp = ThisBlock().warps[thread / 32];
+  T* all = Shown<T>(warp);
+  all[thread % 32] = value;
+  if (warp.meeting.arrived == 31) f(all);
+  Meet(warp.meeting, 32);
 }
 
 struct Index {

@@ -2,7 +2,6 @@
 // summed in fp32 in the order of K.
 #pragma once
 
-#include <array>
 #include <bit>
 #include <cmath>
 
@@ -11,13 +10,18 @@
 namespace dorad::kernels {
 
 inline void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
+  struct Lane {
+    uint32_t* r;
+    uint32_t address;
+  };
   if (address % 16 != 0) emulation::Fail("a row of a matrix is not aligned");
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  emulation::Exchange(address, [&](const uint32_t* rows) {
-    for (int i = 0; i < 4; ++i) {
-      std::memcpy(&r[i], emulation::ThisBlock().At(rows[8 * i + lane / 4] + lane % 4 * 4), 4);
+  emulation::Together(Lane{r, address}, [](const Lane* lanes) {
+    for (int row = 0; row < 32; ++row) {
+      const unsigned char* from = emulation::ThisBlock().At(lanes[row].address);
+      for (int t = 0; t < 4; ++t) {
+        std::memcpy(&lanes[row % 8 * 4 + t].r[row / 8], from + 4 * t, 4);
+      }
     }
-    return 0;
   });
 }
 
@@ -58,27 +62,39 @@ inline uint32_t PackBf16(float low, float high) {
 
 inline float Exp2(float x) { return std::exp2(x); }
 
-// The halves of a register, the lower one first.
-inline float HalfOf(uint32_t pair, int half) {
-  return std::bit_cast<float>(half == 0 ? pair << 16 : pair & 0xFFFF0000);
+// A row's K of a fragment: two from each of four lanes, then the upper eight.
+inline void ReadRow(const uint32_t* const (&lower)[4], int upper, float (&values)[16]) {
+  for (int k = 0; k < 16; ++k) {
+    const uint32_t pair = lower[k % 8 / 2][k / 8 * upper];
+    values[k] = std::bit_cast<float>(k % 2 == 0 ? pair << 16 : pair & 0xFFFF0000);
+  }
 }
 
 inline void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  using Registers = std::array<uint32_t, 6>;
-  emulation::Exchange(Registers{a[0], a[1], a[2], a[3], b0, b1}, [&](const Registers* all) {
-    for (int i = 0; i < 4; ++i) {
-      const int row = lane / 4 + i / 2 * 8;
-      const int column = lane % 4 * 2 + i % 2;
-      float sum = 0.0f;
-      for (int k = 0; k < 16; ++k) {
-        const Registers& of_row = all[row % 8 * 4 + k % 8 / 2];
-        const Registers& of_column = all[column * 4 + k % 8 / 2];
-        sum += HalfOf(of_row[row / 8 + k / 8 * 2], k % 2) * HalfOf(of_column[4 + k / 8], k % 2);
-      }
-      d[i] += sum;
+  struct Lane {
+    float* d;
+    const uint32_t* a;
+    uint32_t b[2];
+  };
+  emulation::Together(Lane{d, a, {b0, b1}}, [](const Lane* lanes) {
+    float columns[16][8];
+    for (int n = 0; n < 8; ++n) {
+      const Lane* of = lanes + 4 * n;
+      float values[16];
+      ReadRow({of[0].b, of[1].b, of[2].b, of[3].b}, 1, values);
+      for (int k = 0; k < 16; ++k) columns[k][n] = values[k];
     }
-    return 0;
+    for (int m = 0; m < 16; ++m) {
+      const Lane* of = lanes + 4 * (m % 8);
+      const int half = m / 8;
+      float row[16];
+      ReadRow({of[0].a + half, of[1].a + half, of[2].a + half, of[3].a + half}, 2, row);
+      float sums[8] = {};
+      for (int k = 0; k < 16; ++k) {
+        for (int n = 0; n < 8; ++n) sums[n] += row[k] * columns[k][n];
+      }
+      for (int n = 0; n < 8; ++n) of[n / 2].d[2 * half + n % 2] += sums[n];
+    }
   });
 }
 
