@@ -24,6 +24,16 @@ inline void Add(Violations* to, std::string field, const char* reason, std::stri
 // "VALUE is not in RANGE".
 std::string FloatRange(const char* range, float value);
 
+// The token ids in all of a request's TokenSequences.
+template <typename Sequences>
+int64_t CountTokens(const Sequences& sequences) {
+  int64_t bytes = 0;
+  for (const auto& sequence : sequences) {
+    bytes += static_cast<int64_t>(sequence.token_ids().size());
+  }
+  return bytes / kIdBytes;
+}
+
 // The ids of a bytes field, or nothing when its length is wrong or above max_ids.
 std::vector<int32_t> ReadIds(const std::string& field, const std::string& bytes, int64_t max_ids,
                              const char* too_many_reason, int32_t vocab_size,

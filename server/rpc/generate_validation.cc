@@ -189,17 +189,13 @@ std::vector<std::vector<int32_t>> ReadDrafts(const v1::GenerateRequest& request,
                                              const engine::EngineLimits& limits,
                                              Violations* violations) {
   std::vector<std::vector<int32_t>> drafts;
-  int64_t bytes = 0;
-  for (const v1::TokenSequence& draft : request.drafts()) {
-    bytes += static_cast<int64_t>(draft.token_ids().size());
-  }
+  const int64_t tokens = CountTokens(request.drafts());
   if (request.drafts_size() > n) {
     Add(violations, "drafts", "DRAFTS_TOO_MANY",
         absl::StrCat(request.drafts_size(), " drafts are more than ", n, " samples"));
-  } else if (bytes / kIdBytes > limits.max_draft_tokens) {
+  } else if (tokens > limits.max_draft_tokens) {
     Add(violations, "drafts", "DRAFTS_TOO_MANY",
-        absl::StrCat(bytes / kIdBytes, " tokens of drafts are more than ",
-                     limits.max_draft_tokens));
+        absl::StrCat(tokens, " tokens of drafts are more than ", limits.max_draft_tokens));
   } else {
     for (int i = 0; i < request.drafts_size(); ++i) {
       drafts.push_back(ReadIds(absl::StrCat("drafts[", i, "].token_ids"),

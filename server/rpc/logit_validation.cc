@@ -65,16 +65,12 @@ void ReadBiases(const v1::SamplingParams& wire, const engine::EngineLimits& limi
 void ReadBadWords(const v1::SamplingParams& wire, const engine::EngineLimits& limits,
                   engine::LogitParams* to, Violations* violations) {
   constexpr char kField[] = "sampling.bad_words";
-  int64_t bytes = 0;
-  for (const v1::TokenSequence& word : wire.bad_words()) {
-    bytes += static_cast<int64_t>(word.token_ids().size());
-  }
+  const int64_t tokens = CountTokens(wire.bad_words());
   // Also bounds the number of empty words that are named.
-  if (const int64_t tokens = std::max<int64_t>(bytes / kIdBytes, wire.bad_words_size());
-      tokens > limits.max_bad_word_tokens) {
+  if (std::max<int64_t>(tokens, wire.bad_words_size()) > limits.max_bad_word_tokens) {
     Add(violations, kField, "BAD_WORDS_TOO_MANY",
-        absl::StrCat(wire.bad_words_size(), " bad words of ", bytes / kIdBytes,
-                     " tokens are more than ", limits.max_bad_word_tokens));
+        absl::StrCat(wire.bad_words_size(), " bad words of ", tokens, " tokens are more than ",
+                     limits.max_bad_word_tokens));
     return;
   }
   for (int i = 0; i < wire.bad_words_size(); ++i) {

@@ -18,10 +18,7 @@ std::vector<std::vector<int32_t>> ReadSequences(const v1::ScoreRequest& request,
     return sequences;
   }
   const int64_t adapters = std::max(request.adapters_size(), 1);
-  int64_t tokens = 0;
-  for (const v1::TokenSequence& sequence : request.sequences()) {
-    tokens += static_cast<int64_t>(sequence.token_ids().size()) / kIdBytes * adapters;
-  }
+  const int64_t tokens = CountTokens(request.sequences()) * adapters;
   if (tokens > limits.max_score_tokens || request.sequences_size() > limits.max_score_tokens) {
     Add(violations, "sequences", "SCORE_TOO_LARGE",
         absl::StrCat(request.sequences_size(), " sequences of ", tokens,
