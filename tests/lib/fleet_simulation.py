@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from dorad.errors import Conflict, NotFound, Unavailable
 from dorad.fleet import manifest as m
-from dorad.fleet.coordinator import Coordinator, Held
+from dorad.fleet.coordinator import Coordinator
+from dorad.fleet.members import Held
 
 CHUNK = 16 << 20
 RATE = 25e9 / 8  # bytes a second of each link

@@ -12,7 +12,7 @@ from dorad._publish import Upload
 from dorad._retry import Attempts, UploadAttempts
 from dorad.errors import Overloaded
 from dorad.fleet import manifest as m
-from dorad.fleet.coordinator import Held
+from dorad.fleet.members import Held
 
 _BUSY_SECONDS = 60.0
 """Patience with a member that has no place for a transfer."""

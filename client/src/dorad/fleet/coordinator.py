@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from dorad import types as t
 from dorad._pool_server import conflict, gather
@@ -23,6 +23,7 @@ from dorad.errors import DoradError, InvalidArgument, NotFound, PoolError
 from dorad.fleet import leaving
 from dorad.fleet import manifest as m
 from dorad.fleet.manifest_store import ManifestStore, change
+from dorad.fleet.members import Held, Members
 from dorad.fleet.relay import SOURCE, RelayTree
 
 PEER_REASONS = frozenset({"PEER_UNAVAILABLE", "PUBLISH_SHA256_MISMATCH"})
@@ -33,35 +34,6 @@ LEASE_SECONDS = 30.0
 
 KEEPER_SECONDS = 3.0
 """After so long another coordinator repairs the members in place of one that has stopped."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """A version that a member has."""
-
-    name: str
-    version: int
-    digest: str
-    ready: bool
-    active: bool
-
-
-class Members(Protocol):
-    """The servers of a fleet. Calls raise DoradError."""
-
-    async def held(self, target: str, name: str | None) -> Sequence[Held]:
-        """The versions of one name, or all."""
-
-    async def send(self, target: str, name: str, release: m.Release) -> str:
-        """Uploads the release from here. Returns the digest of its content once it is ready."""
-
-    async def fetch(self, target: str, name: str, release: m.Release, sender: str) -> str:
-        """Makes `target` take the release from another member. Returns as `send`."""
-
-    async def activate(self, target: str, name: str, release: m.Release) -> t.AdapterVersion:
-        """Idempotent."""
-
-    async def retire(self, target: str, name: str, version: int) -> None: ...
 
 
 @dataclass(frozen=True)

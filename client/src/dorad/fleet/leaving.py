@@ -6,15 +6,13 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dorad._pool_server import conflict, gather
 from dorad.errors import DoradError, PoolError
 from dorad.fleet import manifest as m
 from dorad.fleet.manifest_store import ManifestStore, change
-
-if TYPE_CHECKING:
-    from dorad.fleet.coordinator import Members
+from dorad.fleet.members import Members
 
 _ROUND_SECONDS = 0.2
 
