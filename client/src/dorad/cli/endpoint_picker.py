@@ -9,7 +9,13 @@ from typing import Annotated
 import typer
 
 from dorad.cli.common import VersionOption
-from dorad.fleet.stores import SPELLINGS
+from dorad.cli.serving import (
+    DrainOption,
+    FleetOption,
+    LogFormatOption,
+    TlsCertOption,
+    TlsKeyOption,
+)
 from dorad.gateway.log import LogFormat, LogLevel, start_logging
 
 
@@ -21,13 +27,7 @@ def endpoint_picker(
         int,
         typer.Option(help="Port of the pods' gateways, as in the InferencePool.", min=1, max=65535),
     ] = 8000,
-    fleet: Annotated[
-        str,
-        typer.Option(
-            envvar="DORAD_FLEET",
-            help=f"Manifest of a fleet, whose members are the servers: {SPELLINGS}.",
-        ),
-    ] = "",
+    fleet: FleetOption = "",
     target: Annotated[
         list[str] | None,
         typer.Option(
@@ -38,8 +38,8 @@ def endpoint_picker(
         str,
         typer.Option(help="Token for the questions to the servers.", show_default="DORAD_TOKEN"),
     ] = "",
-    tls_cert: Annotated[str, typer.Option(help="Certificate (PEM): serve with TLS.")] = "",
-    tls_key: Annotated[str, typer.Option(help="Private key of the certificate (PEM).")] = "",
+    tls_cert: TlsCertOption = "",
+    tls_key: TlsKeyOption = "",
     allow_insecure: Annotated[
         bool,
         typer.Option(
@@ -50,14 +50,9 @@ def endpoint_picker(
     max_body_bytes: Annotated[
         int, typer.Option(help="Maximum body size of a request; longer ones get 413.", min=1024)
     ] = 4 << 20,
-    drain: Annotated[
-        float,
-        typer.Option(help="Seconds that requests in flight may still run after SIGTERM.", min=1),
-    ] = 30.0,
+    drain: DrainOption = 30.0,
     log_level: Annotated[LogLevel, typer.Option()] = LogLevel.INFO,
-    log_format: Annotated[
-        LogFormat, typer.Option(help="json: one object a line; text: for terminals.")
-    ] = LogFormat.JSON,
+    log_format: LogFormatOption = LogFormat.JSON,
     version: VersionOption = False,
 ) -> None:
     """Choose pods for the Gateway API Inference Extension, over Envoy's ext_proc.

@@ -15,7 +15,13 @@ from dorad._channel import DEFAULT_TARGET
 from dorad.cli.common import DEFAULT_TIMEOUT, TimeoutOption, VersionOption
 from dorad.cli.generate import Logprobs
 from dorad.cli.server import ContextOption, of_context
-from dorad.fleet.stores import SPELLINGS
+from dorad.cli.serving import (
+    DrainOption,
+    FleetOption,
+    LogFormatOption,
+    TlsCertOption,
+    TlsKeyOption,
+)
 from dorad.gateway.log import LogFormat, LogLevel, start_logging
 
 
@@ -49,8 +55,8 @@ def gateway(
             show_default="DORAD_TOKEN, or that of the context",
         ),
     ] = "",
-    tls_cert: Annotated[str, typer.Option(help="Certificate (PEM): serve HTTPS.")] = "",
-    tls_key: Annotated[str, typer.Option(help="Private key of the certificate (PEM).")] = "",
+    tls_cert: TlsCertOption = "",
+    tls_key: TlsKeyOption = "",
     allow_insecure: Annotated[
         bool,
         typer.Option(
@@ -121,16 +127,11 @@ def gateway(
             show_default="1024, with --rl 16384",
         ),
     ] = None,
-    drain: Annotated[
-        float,
-        typer.Option(help="Seconds that requests in flight may still run after SIGTERM.", min=1),
-    ] = 30.0,
+    drain: DrainOption = 30.0,
     log_level: Annotated[
         LogLevel, typer.Option(help="info has a line for each request.")
     ] = LogLevel.INFO,
-    log_format: Annotated[
-        LogFormat, typer.Option(help="json: one object a line; text: for terminals.")
-    ] = LogFormat.JSON,
+    log_format: LogFormatOption = LogFormat.JSON,
     target: Annotated[
         list[str] | None,
         typer.Option(
@@ -150,13 +151,7 @@ def gateway(
             "One for each target, in their order.",
         ),
     ] = None,
-    fleet: Annotated[
-        str,
-        typer.Option(
-            envvar="DORAD_FLEET",
-            help=f"Manifest of a fleet, whose members are the servers: {SPELLINGS}.",
-        ),
-    ] = "",
+    fleet: FleetOption = "",
     context: ContextOption = "",
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
     version: VersionOption = False,
