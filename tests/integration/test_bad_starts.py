@@ -3,20 +3,19 @@ clear line."""
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from lib.bad_input import WEIGHTS
-from lib.server import binary, command, environment
+from lib.server import binary, command, run_line
 from safetensors.torch import load_file, save_file
 
 
 def run_to_end(line: list[str]) -> tuple[int, str]:
-    run = subprocess.run(line, capture_output=True, text=True, timeout=60, env=environment())
-    return run.returncode, run.stdout + run.stderr
+    done = run_line(line)
+    return done.returncode, done.stdout + done.stderr
 
 
 def assert_clear_failure(line: list[str], *culprits: str) -> None:
@@ -204,7 +203,7 @@ def test_a_failed_start_is_told_in_the_form_of_the_log(zoo, tmp_path) -> None:
     shutil.copytree(zoo.model("llama2"), broken)
     edit(num_attention_heads=0, hidden_size="wide")(broken)
     for line in (command(tmp_path / "nowhere"), command(broken)):
-        run = subprocess.run(line, capture_output=True, text=True, timeout=60, env=environment())
+        run = run_line(line)
         lines = [json.loads(text) for text in run.stderr.splitlines()]
         assert run.returncode == 78 and not run.stdout
         assert lines[-1]["level"] == "error" and lines[-1]["msg"] == "the server does not start"

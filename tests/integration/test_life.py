@@ -16,7 +16,7 @@ import pytest
 import yaml
 from dorad.v1 import types_pb2
 from lib.certificates import Authority
-from lib.server import Server, binary, command, device, environment, serve, start, wait_until
+from lib.server import Server, binary, command, device, run_line, serve, start, wait_until
 from lib.wire import failure
 
 PROMPT = [11, 12, 13, 14, 15]
@@ -24,8 +24,7 @@ DEAF, SOFTWARE = 71, 70
 
 
 def run(*words: object) -> subprocess.CompletedProcess:
-    line = [str(binary()), *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=60, env=environment())
+    return run_line([str(binary()), *map(str, words)])
 
 
 # --- Notifications.

@@ -1,4 +1,5 @@
-"""Starts the real binary, waits for its ready line, and ends it by its own pid.
+"""Starts the real binary, in tests as a fork (lib.zygote), waits for its ready line, and ends it by
+its own pid.
 
 DORAD_BINARY names another binary than build/dorad, DORAD_TEST_DEVICE its model.device,
 DORAD_TEST_INSTRUCTION_SET its engine.instruction_set.
@@ -18,7 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lib import zygote
 from lib.wire import Wire
+from lib.zygote import Program
 
 ROOT = Path(__file__).resolve().parents[2]
 READY = re.compile(r"^dorad ready grpc=(\S+)(?: metrics=(\S+))?$")
@@ -84,7 +87,7 @@ def command(
 
 @dataclass
 class Server:
-    process: subprocess.Popen
+    process: subprocess.Popen | Program
     log_path: Path
     grpc: str = ""
     metrics_url: str = ""
@@ -173,18 +176,29 @@ def wait_until(condition, timeout: float = 60.0, what: str = "condition", interv
         time.sleep(interval)
 
 
+def _can_fork(program: str) -> bool:
+    """Not for a measurement, nor for a script, which a bundle's program is."""
+    if "PYTEST_VERSION" not in os.environ or program != str(binary()):
+        return False
+    with binary().open("rb") as file:
+        return file.read(4) == b"\x7fELF"
+
+
+def run_line(line: list[str]) -> subprocess.CompletedProcess[str]:
+    """A command of the binary from its start to its end."""
+    if _can_fork(line[0]):
+        return zygote.run(line, env=environment())
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, env=environment())
+
+
 def start(line: list[str], log_path: Path, timeout: float = 60.0, **env: str) -> Server:
     """Runs a command line until its ready line. The caller stops the server."""
-    log = log_path.open("wb")
-    process = subprocess.Popen(
-        line,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        stdin=subprocess.DEVNULL,
-        env=environment(**env),
-        text=True,
-    )
-    log.close()
+    with log_path.open("wb") as log:
+        files = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
+        if _can_fork(line[0]):
+            process = Program(line, env=environment(**env), **files)
+        else:
+            process = subprocess.Popen(line, env=environment(**env), text=True, **files)
     server = Server(process, log_path)
     ready = threading.Event()
 

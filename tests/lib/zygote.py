@@ -1,15 +1,16 @@
-"""Programs of the Python client without their imports, which are most of a short program's time.
+"""Programs without most of their start: a Python program without its imports, the server without
+libtorch's registrations.
 
-A process that has imported the client, a zygote, forks for each program. The fork runs the code
-with its own arguments, environment and files, and ends as any Python program ends. Zygotes end with
-the process that runs the tests.
+A zygote is a process that has done this once and forks for each program. The fork runs the program
+with its own arguments, environment and files, and ends as any program ends. Zygotes end with the
+process that runs the tests.
 """
 
 import contextlib
 import functools
 import gc
-import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 CLIENT = ("dorad.cli.app", "dorad.cli.gateway", "dorad.gateway.serve", "dorad.load", "dorad.text")
@@ -29,7 +31,8 @@ _MAX_MESSAGE = 1 << 20
 
 
 class Program:
-    """A running Python program, as subprocess.Popen shows one. `line`: [python, "-c", code, …]."""
+    """A running program, as subprocess.Popen shows one. `line`: [python, "-c", code, …], or that of
+    another program. `imports` are for Python. Thread-safe."""
 
     def __init__(
         self,
@@ -42,7 +45,12 @@ class Program:
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.args = [str(word) for word in line]
-        assert self.args[:2] == [sys.executable, "-c"], self.args
+        if self.args[0] == sys.executable:
+            assert self.args[1] == "-c", self.args
+            of = imports
+        else:
+            of = self.args[0]
+        self._lock = threading.Lock()
         self.returncode: int | None = None
         self.stdin: IO[str] | None = None
         self.stdout: IO[str] | None = None
@@ -65,35 +73,29 @@ class Program:
                     files.append(null)
                 else:
                     files.append(file if isinstance(file, int) else file.fileno())
-            self._status, write = os.pipe()
+            read, write = os.pipe()
+            self._status = os.fdopen(read, "rb", buffering=0)
             stack.callback(os.close, write)
-            request = {
-                "code": self.args[2],
-                "arguments": self.args[3:],
-                "environment": dict(os.environ if env is None else env),
-                "folder": os.getcwd(),
-            }
-            _send(imports, json.dumps(request).encode(), [*files, write])
-        self.pid = self._read(None)
-        assert self.pid is not None
+            environment = (os.environ if env is None else env).items()
+            texts = [os.getcwd(), str(len(self.args)), *self.args]
+            texts += [f"{name}={value}" for name, value in environment]
+            _send(of, "".join(f"{text}\0" for text in texts).encode(), [*files, write])
+        self.pid = self._read()
 
-    def _read(self, timeout: float | None) -> int | None:
+    def _read(self) -> int:
         """The next number that the zygote tells: the process id, then the exit status."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._status, selectors.EVENT_READ)
-            if not selector.select(timeout):
-                return None
-        data = os.read(self._status, _NUMBER.size)
+        data = self._status.read(_NUMBER.size)
         if not data:
             raise RuntimeError("the zygote has ended")
         return _NUMBER.unpack(data)[0]
 
     def _finish(self, timeout: float | None) -> int | None:
-        if self.returncode is None:
-            status = self._read(timeout)
-            if status is not None:
-                self.returncode = os.waitstatus_to_exitcode(status)
-                os.close(self._status)
+        told = select.poll()
+        told.register(self._status, select.POLLIN)
+        if self.returncode is None and told.poll(None if timeout is None else timeout * 1000):
+            with self._lock:
+                if self.returncode is None:
+                    self.returncode = os.waitstatus_to_exitcode(self._read())
         return self.returncode
 
     def poll(self) -> int | None:
@@ -107,7 +109,8 @@ class Program:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
@@ -137,25 +140,32 @@ _lock = threading.Lock()
 
 
 @functools.cache
-def _zygote(imports: tuple[str, ...]) -> tuple[socket.socket, subprocess.Popen]:
+def _zygote(of: str | tuple[str, ...]) -> tuple[socket.socket, subprocess.Popen]:
+    """Of a program, or of Python programs with these imports."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    arguments = f"{theirs.fileno()}, {imports}"
-    code = f"from lib.zygote import _serve; program = _serve({arguments}); exec(program)"
-    path = os.pathsep.join(sys.path)
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": path},
-    )
-    theirs.close()
+    number = theirs.fileno()
+    options = dict(pass_fds=[number], stdin=subprocess.DEVNULL)
+    if isinstance(of, str):
+        with tempfile.TemporaryDirectory(prefix="dorad-zygote-") as folder:
+            library = Path(folder) / "zygote.so"
+            source = Path(__file__).with_suffix(".c")
+            subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source], check=True)
+            env = os.environ | {"LD_PRELOAD": str(library)}
+            process = subprocess.Popen([of, str(number)], env=env, **options)
+            theirs.close()
+            assert ours.recv(1), f"{of} is no zygote"
+    else:
+        code = f"from lib.zygote import _serve; program = _serve({number}, {of}); exec(program)"
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        process = subprocess.Popen([sys.executable, "-c", code], env=env, **options)
+        theirs.close()
     return ours, process
 
 
-def _send(imports: tuple[str, ...], request: bytes, files: list[int]) -> None:
+def _send(of: str | tuple[str, ...], request: bytes, files: list[int]) -> None:
     assert len(request) < _MAX_MESSAGE
     with _lock:
-        socket.send_fds(_zygote(imports)[0], [request], files)
+        socket.send_fds(_zygote(of)[0], [request], files)
 
 
 def _serve(number: int, imports: tuple[str, ...]) -> str:
@@ -181,7 +191,7 @@ def _serve(number: int, imports: tuple[str, ...]) -> str:
                         os.close(left)
                     selector.close()
                     requests.close()
-                    return _begin(json.loads(data), files)
+                    return _begin(data, files)
                 status = files.pop()
                 for file in files:
                     os.close(file)
@@ -200,12 +210,14 @@ def _serve(number: int, imports: tuple[str, ...]) -> str:
                 os.close(handle)
 
 
-def _begin(request: dict, files: list[int]) -> str:
+def _begin(request: bytes, files: list[int]) -> str:
     for to, file in enumerate(files):
         os.dup2(file, to)
         os.close(file)
+    folder, count, *texts = request.decode().split("\0")[:-1]
+    line, environment = texts[: int(count)], texts[int(count) :]
     os.environ.clear()
-    os.environ.update(request["environment"])
-    os.chdir(request["folder"])
-    sys.argv[:] = ["-c", *request["arguments"]]
-    return request["code"]
+    os.environ.update(text.split("=", 1) for text in environment)
+    os.chdir(folder)
+    sys.argv[:] = line[1:2] + line[3:]
+    return line[2]
