@@ -1,7 +1,10 @@
 """A request's tokens and log-probabilities depend on the request alone: not on what else is in the
 batch, nor on how the server came to compute them."""
 
+import functools
 import json
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +18,13 @@ KINDS = ["dora", "dora_r96", "lora", "dora_everything"]
 ADAPTERS = ["", "dora", "dora-r96", "lora", "dora-everything"]
 # Enough that a few sequences outgrow the pages that test_preempted_equals_alone leaves them.
 NEW_TOKENS = 40
+# Of gemma3_text and qwen35_text the quick tier has bf16: what is theirs does not depend on the
+# products' dtype, and those of fp32 are the same in all families.
 SETUPS = [
     ("llama2", "fp32"),
     ("qwen2_window", "fp32"),
-    ("gemma3_text", "fp32"),
-    ("qwen35_text", "fp32"),
+    pytest.param(("gemma3_text", "fp32"), marks=pytest.mark.deep),
+    pytest.param(("qwen35_text", "fp32"), marks=pytest.mark.deep),
     ("llama3", "bf16"),
     ("qwen3", "bf16"),
     ("gemma3_text", "bf16"),
@@ -89,20 +94,21 @@ def bits(sample: Sample) -> tuple:
 @dataclass
 class Setup:
     model: Path
-    folders: dict[str, Path]
     settings: dict
     server: Server
     # Each request run alone.
     alone: list[tuple]
     alone_steps: int
-
-    def another(self, **settings):
-        """A second server of the same model with other settings."""
-        return serve(self.model, self.folders, self.settings | settings)
+    # A server of the same model with other settings; the same one for the same ones.
+    another: Callable[..., Server]
 
 
 def steps(server: Server) -> int:
     return server.wire.info().engine.steps
+
+
+def preemptions(server: Server) -> float:
+    return server.metric("dorad_engine_preemptions_total")
 
 
 @pytest.fixture(scope="module", params=SETUPS, ids="-".join)
@@ -116,10 +122,16 @@ def setup(request, zoo):
         "engine.deterministic": True,
         "engine.kv_bytes": 16 << 20,
     }
-    with serve(zoo.model(family), folders, settings) as server:
+    with ExitStack() as others, serve(zoo.model(family), folders, settings) as server:
+
+        @functools.cache
+        def another(**changes: object) -> Server:
+            return others.enter_context(serve(zoo.model(family), folders, settings | changes))
+
         before = steps(server)
         alone = [bits(server.wire.generate(**request)[0]) for request in requests()]
-        yield Setup(zoo.model(family), folders, settings, server, alone, steps(server) - before)
+        taken = steps(server) - before
+        yield Setup(zoo.model(family), settings, server, alone, taken, another)
 
 
 def run_batch(server: Server, **changes) -> list[Sample]:
@@ -174,14 +186,14 @@ def test_streamed_equals_final(setup: Setup) -> None:
 
 
 def test_chunked_prefill_equals_whole(setup: Setup) -> None:
-    with setup.another(**{"engine.max_step_tokens": 7}) as server:
-        before = steps(server)
-        first = requests()[3]
-        assert len(first["prompt"]) > 40
-        (sample,) = server.wire.generate(**first)
-        assert steps(server) - before >= NEW_TOKENS + 40 // 7, "the prompt was not chunked"
-        assert bits(sample) == setup.alone[3]
-        assert [bits(sample) for sample in run_batch(server)] == setup.alone
+    server = setup.another(**{"engine.max_step_tokens": 7})
+    before = steps(server)
+    first = requests()[3]
+    assert len(first["prompt"]) > 40
+    (sample,) = server.wire.generate(**first)
+    assert steps(server) - before >= NEW_TOKENS + 40 // 7, "the prompt was not chunked"
+    assert bits(sample) == setup.alone[3]
+    assert [bits(sample) for sample in run_batch(server)] == setup.alone
 
 
 def test_prefix_hit_equals_miss(setup: Setup) -> None:
@@ -196,11 +208,11 @@ def test_prefix_hit_equals_miss(setup: Setup) -> None:
 def test_preempted_equals_alone(setup: Setup) -> None:
     """Room for one full context and little more: most of the sixteen must wait or be preempted."""
     settings = {"engine.kv_bytes": few_pages(setup), "engine.prefix_cache": False}
-    with setup.another(**settings) as server:
-        samples = run_batch(server)
-        preemptions = sum(sample.finish.usage.preemptions for sample in samples)
-        assert preemptions == server.metric("dorad_engine_preemptions_total") > 0
-        assert [bits(sample) for sample in samples] == setup.alone
+    server = setup.another(**settings)
+    samples = run_batch(server)
+    preempted = sum(sample.finish.usage.preemptions for sample in samples)
+    assert preempted == preemptions(server) > 0
+    assert [bits(sample) for sample in samples] == setup.alone
 
 
 def guesses(setup: Setup, kind: str) -> list[dict]:
@@ -240,23 +252,26 @@ def test_drafts_leave_no_trace(setup: Setup, kind: str) -> None:
     taken = steps(setup.server) - before
     # Chunks of prompts and drafts, and sequences that lose their pages.
     settings = {"engine.kv_bytes": few_pages(setup), "engine.max_step_tokens": 24}
-    with setup.another(**settings) as server:
-        ways.append(run_drafted(server, setup, kind))
-        assert server.metric("dorad_engine_preemptions_total") > 0
+    server = setup.another(**settings)
+    preempted = preemptions(server)
+    ways.append(run_drafted(server, setup, kind))
+    assert preemptions(server) > preempted
     for samples in ways:
         assert [bits(sample) for sample in samples] == setup.alone
     accepted = [s.finish.usage.accepted_draft_tokens for samples in ways for s in samples]
     if "qwen35" in setup.model.name:
         assert sum(accepted) == 0, "a recurrence takes no drafts"
     elif kind == "right":
-        assert min(accepted[: 5 * 16]) > NEW_TOKENS / 2 and taken < setup.alone_steps / 3
+        # In company a step may have no room for the drafts of some.
+        assert min(accepted[: 5 * 16]) > NEW_TOKENS / 4 and taken < setup.alone_steps / 3
+        assert sum(accepted) > 6 * 16 * NEW_TOKENS / 2
     elif kind == "close":
         assert sum(accepted) > 4 * 16 * NEW_TOKENS / 4
 
 
 def test_thread_count_changes_nothing(setup: Setup) -> None:
-    with setup.another(**{"engine.threads": 1}) as server:
-        assert [bits(sample) for sample in run_batch(server)] == setup.alone
+    server = setup.another(**{"engine.threads": 1})
+    assert [bits(sample) for sample in run_batch(server)] == setup.alone
 
 
 def test_samples_of_one_prompt_equal_single_requests(setup: Setup) -> None:
@@ -321,12 +336,11 @@ def test_prompt_logprobs_equal_score(setup: Setup, mode: int) -> None:
 
 def test_prompt_logprobs_in_chunks_and_preempted_equal_score(setup: Setup) -> None:
     wanted = dict(prompt_logprobs=True, chosen=CHOSEN)
-    with setup.another(**{"engine.max_step_tokens": 7}) as server:
-        assert_prompts_scored(run_batch(server, **wanted), setup)
-    settings = {"engine.kv_bytes": few_pages(setup), "engine.max_step_tokens": 9}
-    with setup.another(**settings) as server:
-        assert_prompts_scored(run_batch(server, **wanted), setup)
-        assert server.metric("dorad_engine_preemptions_total") > 0
+    server = setup.another(**{"engine.max_step_tokens": 7})
+    assert_prompts_scored(run_batch(server, **wanted), setup)
+    server = setup.another(**{"engine.kv_bytes": few_pages(setup), "engine.max_step_tokens": 9})
+    assert_prompts_scored(run_batch(server, **wanted), setup)
+    assert preemptions(server) > 0
 
 
 def test_prompt_logprobs_come_once_for_several_samples(setup: Setup) -> None:
@@ -360,8 +374,8 @@ def test_stop_sequences_end_every_sample_at_the_same_token(setup: Setup) -> None
     assert_stopped([setup.server.wire.generate(**request)[0] for request in stopping])
     streamed = [request | dict(mode=STREAM) for request in stopping]
     assert_stopped([samples[0] for samples in setup.server.wire.generate_many(streamed)])
-    with setup.another(**{"engine.kv_bytes": few_pages(setup)}) as server:
-        assert_stopped([samples[0] for samples in server.wire.generate_many(stopping)])
+    server = setup.another(**{"engine.kv_bytes": few_pages(setup)})
+    assert_stopped([samples[0] for samples in server.wire.generate_many(stopping)])
 
 
 def test_a_truncated_prompt_equals_its_end(setup: Setup) -> None:
