@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The unit tests of every room through ctest and, at the same time, tests/*.py against build/dorad: in
-# two processes for each core, because most tests wait; a file in one of them, because its tests share
-# servers. Up to three failed ones run once more, alone. DORAD_DEEP=1 adds the long ones. Further
-# arguments go to pytest. Ends with a summary and exits non-zero when anything failed.
+# The unit tests of every room through ctest and, at the same time, tests/*.py against build/dorad:
+# in three processes for each core, because most tests wait; a file in one of them, because its tests
+# share servers. Up to three failed ones run once more, alone. DORAD_DEEP=1 adds the long ones.
+# Further arguments go to pytest. Ends with a summary and exits non-zero when anything failed.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 build=${BUILD_DIR:-build}
 enter_tests "$build"
-unset PYTHONDONTWRITEBYTECODE # four processes would each compile all tests again
+unset PYTHONDONTWRITEBYTECODE # all processes would each compile all tests again
 
 unit_tests=(ctest --test-dir "$build" --output-on-failure --output-junit "$results/programs.xml"
   ${UNIT_REGEX:+-R "$UNIT_REGEX"})
@@ -20,7 +20,7 @@ else
   echo "tests against $build/dorad"
   export DORAD_BINARY=$ROOT/$build/dorad
   failed=0
-  "$VENV/bin/python" -m pytest --junit-xml "$results/python.xml" --numprocesses "$((2 * cores))" \
+  "$VENV/bin/python" -m pytest --junit-xml "$results/python.xml" --numprocesses "$((3 * cores))" \
     --dist loadfile --no-loadscope-reorder --durations 5 "$@" || failed=1
   wait_beside "unit tests" || status=1
   if ((failed)); then

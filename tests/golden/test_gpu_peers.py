@@ -82,14 +82,14 @@ def test_every_case_of_every_peer_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ending", "reason"),
-    [("exec sleep 100", "not within 15 s"), ("echo out of memory >&2; exit 3", "out of memory")],
+    [("exec sleep 100", "not within 8 s"), ("echo out of memory >&2; exit 3", "out of memory")],
 )
 def test_what_was_measured_before_a_peer_failed_is_kept(
     tmp_path: Path, ending: str, reason: str
 ) -> None:
     line = '{"work": "decode", "batch": 1, "ms": 2, "floor_ms": 1}'
     environment = bundle(tmp_path / "bundle", f"echo '{line}'\n{ending}\n")
-    arguments = ["--batch", "1", "--prefill", "16", "--only", "dorad-base", "--time-limit", "15"]
+    arguments = ["--batch", "1", "--prefill", "16", "--only", "dorad-base", "--time-limit", "8"]
     (_, decode, prefill), table = run(arguments, environment)
     assert decode["ms"] == 2
     assert reason in prefill["failed"]

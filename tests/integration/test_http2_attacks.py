@@ -176,9 +176,10 @@ def test_half_open_connections(scene, figures) -> None:
 
 def test_a_reader_without_a_window(scene, figures) -> None:
     streams = 20
-    ended = withstand(scene, named(attacks.slow_reader, streams=streams, seconds=8), 60, figures)
     # The bare server holds the tokens for as long as the connection lives.
-    assert ended == sized(scene, direct=0, proxied=streams)
+    seconds = sized(scene, direct=5, proxied=60)
+    attack = named(attacks.slow_reader, streams=streams, seconds=seconds)
+    assert withstand(scene, attack, 60, figures) == sized(scene, direct=0, proxied=streams)
 
 
 def test_broken_peers(scene, figures) -> None:
