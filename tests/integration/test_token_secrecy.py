@@ -2,14 +2,13 @@
 
 import hashlib
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import dorad
 import pytest
 from lib import zygote
-from lib.server import binary, serve, wait_until
+from lib.server import binary, run_line, serve, wait_until
 from lib.tokens import write_tokens
 
 SECRET = "dorad-7Zq9secretXw41mKpTr8uVb3nLy6"
@@ -39,15 +38,8 @@ MISPLACED = {
 }
 
 
-def said_by(*words: str, **environment: str) -> str:
-    done = subprocess.run(
-        words,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def said_by(*words: object) -> str:
+    done = run_line([str(binary()), *map(str, words)])
     return done.stdout + done.stderr
 
 
@@ -63,11 +55,11 @@ def test_a_token_in_the_wrong_place_of_the_file_is_not_repeated(tmp_path, place:
     tokens, config = tmp_path / "tokens.yaml", tmp_path / "dorad.yaml"
     write(tokens, MISPLACED[place])
     config.write_text(f"security: {{tokens_file: {tokens}}}\nmodel: {{path: /nowhere}}\n")
-    said = said_by(str(binary()), "check-config", str(config))
+    said = said_by("check-config", config)
     assert "tokens.yaml" in said and "[TOKENS_" in said
     assert SECRET not in said
-    assert SECRET not in said_by(str(binary()), "serve", "--config", str(config))
-    assert SECRET not in said_by(str(binary()), "print-config", "--config", str(config))
+    assert SECRET not in said_by("serve", "--config", config)
+    assert SECRET not in said_by("print-config", "--config", config)
 
 
 @pytest.fixture(scope="module")
