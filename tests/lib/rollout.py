@@ -116,9 +116,11 @@ def phases_of(points: Sequence[Point], seconds: float) -> Phases:
     """The steps between two points count together: as steps with prefill when any had some, else as
     decode steps of their mean rows. The rest of the time has no step under way."""
     phases = Phases(decode={name: Part() for name in CLASSES})
-    for before, after in pairwise(points):
-        if after.steps == before.steps:
-            continue
+    before = points[0]
+    for after in points[1:]:
+        kinds = after.prefill_steps + after.decode_steps
+        if after.steps == before.steps or kinds == before.prefill_steps + before.decode_steps:
+            continue  # the counters of a step move one after the other
         stepping = after.stepping - before.stepping
         if after.prefill_steps > before.prefill_steps:
             phases.with_prefill.add(stepping, before, after)
@@ -127,6 +129,7 @@ def phases_of(points: Sequence[Point], seconds: float) -> Phases:
                 after.decode_steps - before.decode_steps
             )
             phases.decode[rows_class(rows)].add(stepping, before, after)
+        before = after
     phases.idle = seconds - (points[-1].stepping - points[0].stepping)
     return phases
 
