@@ -319,9 +319,25 @@ KERNELS = [
     Fault(
         "magnitude of the first adapter for late segments",
         "kernels/dora/linear_finish.cuh",
-        "n < out ? MagnitudesOf(segment, n) : nullptr;",
-        "n < out ? MagnitudesOf(0, n) : nullptr;",
+        "magnitudes = {MagnitudesOf(segment, part),",
+        "magnitudes = {MagnitudesOf(0, part),",
         "With many adapters in a step, some get another one's magnitudes on a GPU.",
         ("emulation_linear",),
+    ),
+    Fault(
+        "the first adapter's B for all that share a stage",
+        "kernels/dora/linear_batch.cuh",
+        "column.has_rank ? tables_.slot[column.segment] : 0;  // else any",
+        "column.has_rank ? tables_.slot[at.segment] : 0;  // else any",
+        "With many small adapters in a step, some are served with another one's B on a GPU.",
+        ("emulation_linear",),
+    ),
+    Fault(
+        "other adapters' rows of h in a prefill's tile",
+        "kernels/dora/linear_prefill_block.cuh",
+        "if (!whole) ZeroOthers(begin, rows);",
+        "if (!whole && begin > 0) ZeroOthers(begin, rows);",
+        "Rows of a large step get a part of the adapter before theirs on a GPU.",
+        ("emulation_linear_prefill",),
     ),
 ]

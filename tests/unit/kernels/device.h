@@ -48,8 +48,8 @@ class IsaTest : public KernelTest, public testing::WithParamInterface<KernelIsa>
 
 inline auto AllIsas() { return testing::Values(KernelIsa::kSm90, KernelIsa::kMma); }
 inline const char* IsaName(KernelIsa isa) { return isa == KernelIsa::kSm90 ? "Sm90" : "Mma"; }
-#define DORAD_FOR_EACH_ISA(fixture)                                           \
-  INSTANTIATE_TEST_SUITE_P(Isas, fixture, ::dorad::kernels::AllIsas(),        \
+#define DORAD_FOR_EACH_ISA(fixture)                                    \
+  INSTANTIATE_TEST_SUITE_P(Isas, fixture, ::dorad::kernels::AllIsas(), \
                            [](const auto& info) { return ::dorad::kernels::IsaName(info.param); })
 
 // Device memory of `size` elements, filled with 0xFF bytes (NaN in every floating format), so that
