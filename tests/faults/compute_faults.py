@@ -325,11 +325,11 @@ KERNELS = [
         ("emulation_linear",),
     ),
     Fault(
-        "the first adapter's B for all that share a stage",
+        "columns of the later ones of ranks that share a stage",
         "kernels/dora/linear_batch.cuh",
-        "column.has_rank ? tables_.slot[column.segment] : 0;  // else any",
-        "column.has_rank ? tables_.slot[at.segment] : 0;  // else any",
-        "With many small adapters in a step, some are served with another one's B on a GPU.",
+        "const int k = k0 + column - (i << at.log_columns());",
+        "const int k = k0 + column;",
+        "With many small adapters in a step, some have no effect on a GPU.",
         ("emulation_linear",),
     ),
     Fault(
