@@ -1,5 +1,5 @@
 // A block of the kernel behind DoraLinearPrefill: the walks over panels and tiles that its roles
-// share, the ring of stages, and the consumers' products. Producers are in
+// share, and the ring of stages. Consumers are in linear_prefill_consume.cuh, producers in
 // linear_prefill_produce.cuh, stores in linear_prefill_store.cuh. Part of
 // linear_prefill_kernel.cuh.
 #pragma once
@@ -75,45 +75,7 @@ class PrefillBlock {
   __device__ void ProduceBatch(const CUtensorMap* x_map, const CUtensorMap* h_map);
 
   // Consumers: whole warpgroups.
-  __device__ void Consume() {
-    WaitForPrevious();
-    const int first_tile = ForEachShrink([&](const Panel& panel, int slice) {
-      float d[Config::kShrinkN / 2];
-      float sum[Config::kShrinkN / 2] = {};
-      const int end = ShrinkEnd(slice);
-#pragma unroll 1
-      for (int chunk = ShrinkBegin(slice); chunk < end; chunk += args_.plan.a_chunks) {
-        Multiply<ShrinkRing, Config::kShrinkN>(
-            d, min(args_.plan.a_chunks, end - chunk), true, [] {}, [] {});
-        Drain<ShrinkRing>();
-#pragma unroll
-        for (int i = 0; i < Config::kShrinkN / 2; ++i) sum[i] += d[i];
-      }
-      if (slices_ > 1) {
-        StoreShare(sum, panel.index, slice);
-      } else {
-        StoreShrunk(sum, FirstRow(panel.band) + LaneRow(), panel, 0);
-      }
-    });
-    if (tables_.panels > 0) {
-      if (slices_ > 1) {
-        NamedBarrier(1, 32 * Config::kConsumerWarps);
-        if (threadIdx.x == 0) {
-          SignalRelease(&args_.counters->shares);
-          SpinUntil(&args_.counters->shares, gridDim.x);
-        }
-        NamedBarrier(1, 32 * Config::kConsumerWarps);
-        AddShares();
-      }
-      // The copy engine will read h. A barrier and a release order the writes of all.
-      FenceProxyAsyncGlobal();
-      NamedBarrier(1, 32 * Config::kConsumerWarps);
-      if (threadIdx.x == 0) SignalRelease(&args_.counters->shrunk);
-    }
-    stage_ = 0;
-    parity_ = 0;
-    ConsumeTiles(first_tile);
-  }
+  __device__ void Consume();
 
   // Whole warps, one for each warpgroup of consumers.
   __device__ void Store(int group) {
@@ -132,78 +94,14 @@ class PrefillBlock {
 
   // A tile's first half is parked at its end, the second one as soon as the first is stored: while
   // the first piece of the next tile is multiplied, or before what follows.
-  __device__ void ConsumeTiles(int first_tile) {
-    float d[kN / 2];
-    float kept[kN / 4];
-    bool keeps = false;  // a second half
-    const auto park_kept = [&] {
-      Park(kept);
-      SignalParked();
-      keeps = false;
-    };
-    ForEachTile(first_tile, [&](int band, int panel) {
-#pragma unroll 1
-      for (int split = 0; split < args_.plan.splits; ++split) {
-        const int stages = FirstChunk(split + 1) - FirstChunk(split);
-        Multiply<TileRing, kN>(
-            d, stages, true, [] {},
-            [&] {
-              if (keeps && IsStored()) park_kept();
-            });
-        MultiplyRanks(d, band, panel, split);
-        Drain<TileRing>();
-        if (split > 0) {
-          Add(kept, d);
-          continue;
-        }
-        if (keeps) {
-          WaitStored();
-          park_kept();
-        }
-        WaitStored();
-        Keep(kept, d);
-      }
-      SignalParked();
-      keeps = true;
-    });
-    if (keeps) {
-      WaitStored();
-      park_kept();
-    }
-  }
+  __device__ void ConsumeTiles(int first_tile);
 
   // Goes on over the split's share of the ranks. Of a stage of h, rows of other segments are zeroed
   // here: fetched one by one, the segment's own would take longer than their products.
-  __device__ void MultiplyRanks(float (&d)[kN / 2], int band, int panel, int split) {
-    const int row = TileRow(band) + 64 * WarpGroup();
-    ForEachRankRange(band, panel, split, [&](int segment, int, int first, int end) {
-      const int begin = tables_.begin[segment] - row;
-      const int rows = tables_.begin[segment + 1] - row;  // up to the segment's end
-      if (begin >= 64 || rows <= 0) {
-        Skip<TileRing>(end - first);
-        return;
-      }
-      const bool whole = begin <= 0 && rows >= min(64, args_.p.rows - row);
-      Multiply<TileRing, kN>(
-          d, end - first, false,
-          [&] {
-            if (!whole) ZeroOthers(begin, rows);
-          },
-          [] {});
-    });
-  }
+  __device__ void MultiplyRanks(float (&d)[kN / 2], int band, int panel, int split);
 
   // Of the stage's rows of this warpgroup, those outside of [begin, end).
-  __device__ void ZeroOthers(int begin, int end) const {
-    const int row = threadIdx.x % 128 / 2;  // two threads for each
-    if (row < begin || row >= end) {
-      const uint32_t half = Batch<TileRing>() + row * 2 * kLinearStageK + threadIdx.x % 2 * 64;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) StoreShared(half + 16 * i, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
-    }
-    FenceProxyAsync();  // the tensor cores will read them
-    NamedBarrier(2 + WarpGroup(), 128);
-  }
+  __device__ void ZeroOthers(int begin, int end) const;
 
   __device__ static int CeilDivide(int a, int b) { return (a + b - 1) / b; }
   __device__ static int Lane() { return threadIdx.x % 32; }
@@ -397,50 +295,16 @@ class PrefillBlock {
   // Starts the products of the next `stages`, `before` and `between` before and after those of
   // each, and waits for all but the last. fresh: d begins at zero.
   template <typename Ring, int kColumns, typename F, typename G>
-  __device__ void Multiply(float (&d)[kColumns / 2], int stages, bool fresh, F before, G between) {
-    stages = __shfl_sync(0xFFFFFFFF, stages, 0);  // tells the compiler that the warp agrees
-#pragma unroll 1
-    for (int i = 0; i < stages; ++i) {
-      BarrierWait(Full<Ring>(), parity_);
-      before();
-      const uint64_t batch = WgmmaTile(Batch<Ring>());
-      const uint64_t weights = WgmmaTile(Stage<Ring>() + Config::kBatchBytes);
-      WgmmaFence();
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        Wgmma<kColumns>(d, batch + 2 * step, weights + 2 * step, step > 0 || i > 0 || !fresh);
-      }
-      WgmmaCommit();
-      between();
-      // The stage before this one can go back: its products are complete.
-      WgmmaWait<1>();
-      if (previous_ >= 0) Release<Ring>(previous_);
-      previous_ = stage_;
-      Advance<Ring>();
-    }
-  }
+  __device__ void Multiply(float (&d)[kColumns / 2], int stages, bool fresh, F before, G between);
 
   // Waits for the products of the last stage.
   template <typename Ring>
-  __device__ void Drain() {
-    WgmmaWait<0>();
-    if (previous_ >= 0) Release<Ring>(previous_);
-    previous_ = -1;
-  }
+  __device__ void Drain();
 
   // Gives back stages that hold nothing for this block. They may be the whole ring: the one
   // before them has to go back first.
   template <typename Ring>
-  __device__ void Skip(int stages) {
-    Drain<Ring>();
-#pragma unroll 1
-    for (int i = 0; i < stages; ++i) {
-      BarrierWait(Full<Ring>(), parity_);
-      __syncwarp();
-      Release<Ring>(stage_);
-      Advance<Ring>();
-    }
-  }
+  __device__ void Skip(int stages);
 
   // The stage is this warp's no longer, in neither block: the other one writes here too.
   template <typename Ring>
@@ -471,34 +335,11 @@ class PrefillBlock {
   }
 
   // The first piece's sums: half of them stay in registers. The room is free.
-  __device__ void Keep(float (&kept)[kN / 4], const float (&d)[kN / 2]) const {
-#pragma unroll
-    for (int i = 0; i < kN / 4; ++i) kept[i] = d[i];
-    Park(&d[kN / 4]);
-  }
+  __device__ void Keep(float (&kept)[kN / 4], const float (&d)[kN / 2]) const;
 
-  __device__ void Add(float (&kept)[kN / 4], const float (&d)[kN / 2]) const {
-#pragma unroll
-    for (int i = 0; i < kN / 4; ++i) kept[i] += d[i];
-#pragma unroll
-    for (int i = 0; i < Config::kParkedBlocks; ++i) {
-      const float* more = &d[kN / 4 + 4 * i];
-      float4 sum = LoadShared(ParkedAt(i));
-      sum.x += more[0];
-      sum.y += more[1];
-      sum.z += more[2];
-      sum.w += more[3];
-      StoreShared(ParkedAt(i), sum);
-    }
-  }
+  __device__ void Add(float (&kept)[kN / 4], const float (&d)[kN / 2]) const;
 
-  __device__ void Park(const float* sums) const {
-#pragma unroll
-    for (int i = 0; i < Config::kParkedBlocks; ++i) {
-      StoreShared(ParkedAt(i),
-                  make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
-    }
-  }
+  __device__ void Park(const float* sums) const;
 
   // h = s · sum for the segment's rows, from `first` columns into the panel on. row: of the first
   // of the lane's two (the other is 8 on). Few wide stores: many narrow ones stand in the way of

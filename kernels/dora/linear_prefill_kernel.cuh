@@ -27,6 +27,7 @@
 
 #include "kernels/dora/linear_prefill_args.cuh"
 #include "kernels/dora/linear_prefill_block.cuh"
+#include "kernels/dora/linear_prefill_consume.cuh"
 #include "kernels/dora/linear_prefill_produce.cuh"
 #include "kernels/dora/linear_prefill_store.cuh"
 #include "kernels/isa/barrier.cuh"

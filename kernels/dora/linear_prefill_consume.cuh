@@ -1,0 +1,210 @@
+// The consumers of the kernel behind DoraLinearPrefill: products, and the sums of a tile until they
+// are stored. Part of linear_prefill_kernel.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/dora/linear_prefill_block.cuh"
+#include "kernels/isa/barrier.cuh"
+#include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/memory.cuh"
+#include "kernels/isa/sm90/copy.cuh"
+#include "kernels/isa/sm90/wgmma.cuh"
+
+namespace dorad::kernels {
+
+template <int kN>
+__device__ void PrefillBlock<kN>::Consume() {
+  WaitForPrevious();
+  const int first_tile = ForEachShrink([&](const Panel& panel, int slice) {
+    float d[Config::kShrinkN / 2];
+    float sum[Config::kShrinkN / 2] = {};
+    const int end = ShrinkEnd(slice);
+#pragma unroll 1
+    for (int chunk = ShrinkBegin(slice); chunk < end; chunk += args_.plan.a_chunks) {
+      Multiply<ShrinkRing, Config::kShrinkN>(
+          d, min(args_.plan.a_chunks, end - chunk), true, [] {}, [] {});
+      Drain<ShrinkRing>();
+#pragma unroll
+      for (int i = 0; i < Config::kShrinkN / 2; ++i) sum[i] += d[i];
+    }
+    if (slices_ > 1) {
+      StoreShare(sum, panel.index, slice);
+    } else {
+      StoreShrunk(sum, FirstRow(panel.band) + LaneRow(), panel, 0);
+    }
+  });
+  if (tables_.panels > 0) {
+    if (slices_ > 1) {
+      NamedBarrier(1, 32 * Config::kConsumerWarps);
+      if (threadIdx.x == 0) {
+        SignalRelease(&args_.counters->shares);
+        SpinUntil(&args_.counters->shares, gridDim.x);
+      }
+      NamedBarrier(1, 32 * Config::kConsumerWarps);
+      AddShares();
+    }
+    // The copy engine will read h. A barrier and a release order the writes of all.
+    FenceProxyAsyncGlobal();
+    NamedBarrier(1, 32 * Config::kConsumerWarps);
+    if (threadIdx.x == 0) SignalRelease(&args_.counters->shrunk);
+  }
+  stage_ = 0;
+  parity_ = 0;
+  ConsumeTiles(first_tile);
+}
+
+template <int kN>
+__device__ void PrefillBlock<kN>::ConsumeTiles(int first_tile) {
+  float d[kN / 2];
+  float kept[kN / 4];
+  bool keeps = false;  // a second half
+  const auto park_kept = [&] {
+    Park(kept);
+    SignalParked();
+    keeps = false;
+  };
+  ForEachTile(first_tile, [&](int band, int panel) {
+#pragma unroll 1
+    for (int split = 0; split < args_.plan.splits; ++split) {
+      const int stages = FirstChunk(split + 1) - FirstChunk(split);
+      Multiply<TileRing, kN>(
+          d, stages, true, [] {},
+          [&] {
+            if (keeps && IsStored()) park_kept();
+          });
+      MultiplyRanks(d, band, panel, split);
+      Drain<TileRing>();
+      if (split > 0) {
+        Add(kept, d);
+        continue;
+      }
+      if (keeps) {
+        WaitStored();
+        park_kept();
+      }
+      WaitStored();
+      Keep(kept, d);
+    }
+    SignalParked();
+    keeps = true;
+  });
+  if (keeps) {
+    WaitStored();
+    park_kept();
+  }
+}
+
+template <int kN>
+__device__ void PrefillBlock<kN>::MultiplyRanks(float (&d)[kN / 2], int band, int panel,
+                                                int split) {
+  const int row = TileRow(band) + 64 * WarpGroup();
+  ForEachRankRange(band, panel, split, [&](int segment, int, int first, int end) {
+    const int begin = tables_.begin[segment] - row;
+    const int rows = tables_.begin[segment + 1] - row;  // up to the segment's end
+    if (begin >= 64 || rows <= 0) {
+      Skip<TileRing>(end - first);
+      return;
+    }
+    const bool whole = begin <= 0 && rows >= min(64, args_.p.rows - row);
+    Multiply<TileRing, kN>(
+        d, end - first, false,
+        [&] {
+          if (!whole) ZeroOthers(begin, rows);
+        },
+        [] {});
+  });
+}
+
+template <int kN>
+__device__ void PrefillBlock<kN>::ZeroOthers(int begin, int end) const {
+  const int row = threadIdx.x % 128 / 2;  // two threads for each
+  if (row < begin || row >= end) {
+    const uint32_t half = Batch<TileRing>() + row * 2 * kLinearStageK + threadIdx.x % 2 * 64;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) StoreShared(half + 16 * i, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+  }
+  FenceProxyAsync();  // the tensor cores will read them
+  NamedBarrier(2 + WarpGroup(), 128);
+}
+
+template <int kN>
+template <typename Ring, int kColumns, typename F, typename G>
+__device__ void PrefillBlock<kN>::Multiply(float (&d)[kColumns / 2], int stages, bool fresh,
+                                           F before, G between) {
+  stages = __shfl_sync(0xFFFFFFFF, stages, 0);  // tells the compiler that the warp agrees
+#pragma unroll 1
+  for (int i = 0; i < stages; ++i) {
+    BarrierWait(Full<Ring>(), parity_);
+    before();
+    const uint64_t batch = WgmmaTile(Batch<Ring>());
+    const uint64_t weights = WgmmaTile(Stage<Ring>() + Config::kBatchBytes);
+    WgmmaFence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      Wgmma<kColumns>(d, batch + 2 * step, weights + 2 * step, step > 0 || i > 0 || !fresh);
+    }
+    WgmmaCommit();
+    between();
+    // The stage before this one can go back: its products are complete.
+    WgmmaWait<1>();
+    if (previous_ >= 0) Release<Ring>(previous_);
+    previous_ = stage_;
+    Advance<Ring>();
+  }
+}
+
+template <int kN>
+template <typename Ring>
+__device__ void PrefillBlock<kN>::Drain() {
+  WgmmaWait<0>();
+  if (previous_ >= 0) Release<Ring>(previous_);
+  previous_ = -1;
+}
+
+template <int kN>
+template <typename Ring>
+__device__ void PrefillBlock<kN>::Skip(int stages) {
+  Drain<Ring>();
+#pragma unroll 1
+  for (int i = 0; i < stages; ++i) {
+    BarrierWait(Full<Ring>(), parity_);
+    __syncwarp();
+    Release<Ring>(stage_);
+    Advance<Ring>();
+  }
+}
+
+template <int kN>
+__device__ void PrefillBlock<kN>::Keep(float (&kept)[kN / 4], const float (&d)[kN / 2]) const {
+#pragma unroll
+  for (int i = 0; i < kN / 4; ++i) kept[i] = d[i];
+  Park(&d[kN / 4]);
+}
+
+template <int kN>
+__device__ void PrefillBlock<kN>::Add(float (&kept)[kN / 4], const float (&d)[kN / 2]) const {
+#pragma unroll
+  for (int i = 0; i < kN / 4; ++i) kept[i] += d[i];
+#pragma unroll
+  for (int i = 0; i < Config::kParkedBlocks; ++i) {
+    const float* more = &d[kN / 4 + 4 * i];
+    float4 sum = LoadShared(ParkedAt(i));
+    sum.x += more[0];
+    sum.y += more[1];
+    sum.z += more[2];
+    sum.w += more[3];
+    StoreShared(ParkedAt(i), sum);
+  }
+}
+
+template <int kN>
+__device__ void PrefillBlock<kN>::Park(const float* sums) const {
+#pragma unroll
+  for (int i = 0; i < Config::kParkedBlocks; ++i) {
+    StoreShared(ParkedAt(i),
+                make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
+  }
+}
+
+}  // namespace dorad::kernels
