@@ -334,7 +334,7 @@ KERNELS = [
     ),
     Fault(
         "other adapters' rows of h in a prefill's tile",
-        "kernels/dora/linear_prefill_block.cuh",
+        "kernels/dora/linear_prefill_consume.cuh",
         "if (!whole) ZeroOthers(begin, rows);",
         "if (!whole && begin > 0) ZeroOthers(begin, rows);",
         "Rows of a large step get a part of the adapter before theirs on a GPU.",
