@@ -22,8 +22,11 @@ struct LinearPlan {
   int a_chunks = 0;  // of a slice of the shrink; the last slices may have fewer, or none
 };
 
-inline int CeilDiv(int a, int b) { return (a + b - 1) / b; }
-inline int RoundUp(int value, int multiple) { return CeilDiv(value, multiple) * multiple; }
+// For the host and, as they are constexpr, for device code.
+inline constexpr int CeilDiv(int a, int b) { return (a + b - 1) / b; }
+inline constexpr int RoundUp(int value, int multiple) {
+  return CeilDiv(value, multiple) * multiple;
+}
 
 inline int OutFeatures(const DoraLinearShape& shape) {
   int out = 0;

@@ -122,10 +122,8 @@ __device__ inline void FillTables(const PrefillArgs& args, PrefillTables& tables
     const int bands = (segment.end - 1) / kPrefillBandRows - segment.begin / kPrefillBandRows + 1;
     for (int part = 0; part < args.p.shape.parts; ++part) {
       const int rank = segment.slot < 0 ? 0 : FactorsOf(args, segment.slot, part)->rank;
-      tables.rank[part][i] =
-          static_cast<int16_t>((rank + kLinearStageK - 1) / kLinearStageK * kLinearStageK);
-      const int panels =
-          (tables.rank[part][i] + kPrefillShrinkRows - 1) / kPrefillShrinkRows * bands;
+      tables.rank[part][i] = static_cast<int16_t>(RoundUp(rank, kLinearStageK));
+      const int panels = CeilDiv(tables.rank[part][i], kPrefillShrinkRows) * bands;
       if (panels > 0) atomicAdd(&tables.panels, static_cast<uint32_t>(panels));
     }
   }
@@ -136,22 +134,21 @@ __device__ inline void FillTables(const PrefillArgs& args, PrefillTables& tables
 // wait for those that have one. The order of the sums is the same. tile_columns: rows of W.
 __device__ inline int ShrinkSlices(const PrefillArgs& args, int panels, int clusters,
                                    int tile_columns) {
-  const auto ceil = [](int a, int b) { return (a + b - 1) / b; };
-  const int slices = ceil(args.plan.chunks, args.plan.a_chunks);
+  const int slices = CeilDiv(args.plan.chunks, args.plan.a_chunks);
   if (args.shares == nullptr || panels == 0 || panels > kPrefillSlicedPanels) return 1;
   const int column = kPrefillShrinkRows + kPrefillStageCost;
   const int panel = args.plan.chunks * column;
   const int tile = args.plan.chunks * (tile_columns + kPrefillStageCost);
   const int tiles = args.tile_bands * args.tile_panels;
   // Of the first cluster, and of the first one that has a panel less.
-  const int most = ceil(panels, clusters);
+  const int most = CeilDiv(panels, clusters);
   const int least = panels / clusters;
-  const int first = most * panel + (ceil(panels + tiles, clusters) - most) * tile;
+  const int first = most * panel + (CeilDiv(panels + tiles, clusters) - most) * tile;
   const int other =
-      least * panel + (ceil(panels + tiles - panels % clusters, clusters) - least) * tile;
+      least * panel + (CeilDiv(panels + tiles - panels % clusters, clusters) - least) * tile;
   const int whole = first > other ? first : other;
-  const int sliced = ceil(panels * slices, clusters) * args.plan.a_chunks * column +
-                     args.meeting_cost + ceil(tiles, clusters) * tile;
+  const int sliced = CeilDiv(panels * slices, clusters) * args.plan.a_chunks * column +
+                     args.meeting_cost + CeilDiv(tiles, clusters) * tile;
   return sliced < whole ? slices : 1;
 }
 

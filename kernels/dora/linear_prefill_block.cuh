@@ -12,10 +12,7 @@
 #include "kernels/dora/linear_prefill_args.cuh"
 #include "kernels/isa/barrier.cuh"
 #include "kernels/isa/dependent_launch.cuh"
-#include "kernels/isa/memory.cuh"
 #include "kernels/isa/sm90/cluster.cuh"
-#include "kernels/isa/sm90/copy.cuh"
-#include "kernels/isa/sm90/wgmma.cuh"
 
 namespace dorad::kernels {
 
@@ -103,7 +100,6 @@ class PrefillBlock {
   // Of the stage's rows of this warpgroup, those outside of [begin, end).
   __device__ void ZeroOthers(int begin, int end) const;
 
-  __device__ static int CeilDivide(int a, int b) { return (a + b - 1) / b; }
   __device__ static int Lane() { return threadIdx.x % 32; }
   // Of the consumers.
   __device__ static int WarpGroup() { return static_cast<int>(threadIdx.x / 128); }
@@ -175,7 +171,7 @@ class PrefillBlock {
            ++segment) {
 #pragma unroll 1
         for (int part = 0; part < args_.p.shape.parts; ++part) {
-          const int count = CeilDivide(tables_.rank[part][segment], Config::kShrinkN);
+          const int count = CeilDiv(tables_.rank[part][segment], Config::kShrinkN);
           base += count * pieces;
 #pragma unroll 1
           for (; next < base; next += step) {
@@ -234,7 +230,7 @@ class PrefillBlock {
 #pragma unroll 1
       for (int part = 0; part < args_.p.shape.parts; ++part) {
         if (w_row >= args_.part_begin[part + 1] || w_end <= args_.part_begin[part]) continue;
-        const int chunks = CeilDivide(tables_.rank[part][segment], kLinearStageK);
+        const int chunks = CeilDiv(tables_.rank[part][segment], kLinearStageK);
         const int first = chunks * split >> args_.plan.log_splits;
         const int end = chunks * (split + 1) >> args_.plan.log_splits;
         if (first < end) f(segment, part, first, end);

@@ -23,7 +23,7 @@ __device__ void PrefillBlock<kN>::ProduceWeights(const CUtensorMap* w_map) {
     const CUtensorMap* map = Acquired(panel.segment, panel.part, 0);
     // Rows beyond the last box keep old contents: nobody reads their sums.
     const int rows = tables_.rank[panel.part][panel.segment] - panel.column;
-    const int boxes = min(ShrinkRing::kBoxes, CeilDivide(rows, kLinearBoxRows));
+    const int boxes = min(ShrinkRing::kBoxes, CeilDiv(rows, kLinearBoxRows));
     const int end = ShrinkEnd(slice);
 #pragma unroll 1
     for (int chunk = ShrinkBegin(slice); chunk < end; ++chunk) {

@@ -82,10 +82,6 @@ __device__ inline LinearSegment LoadSegment(const LinearArgs& args) {
   return loaded;
 }
 
-__device__ inline int RoundUpTo(int value, int multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
 // For the first warps of a block, at least one thread for each row of the batch. NumberBoxes fills
 // in the boxes.
 __device__ inline void FillTables(const LinearArgs& args, LinearTables& tables,
@@ -95,7 +91,7 @@ __device__ inline void FillTables(const LinearArgs& args, LinearTables& tables,
   const int count = max(min(loaded.count, rows), 1);
   if (threadIdx.x == 0) tables.segments = count;
   const int i = static_cast<int>(threadIdx.x);
-  if (i < RoundUpTo(count, LinearTables::kMostTogether)) {
+  if (i < RoundUp(count, LinearTables::kMostTogether)) {
     const int begin = max(segment.begin, 0);
     const int end = min(segment.end, rows);
     tables.slot[i] = segment.slot;

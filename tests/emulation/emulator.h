@@ -172,20 +172,22 @@ void Await(const Meeting& meeting, uint32_t generation);
 // A phase ends when nobody is awaited and no copy owes bytes.
 void CheckPhase(Barrier& barrier);
 
-// What the lanes of a warp show each other at its next meeting.
+// Shows a lane's value to the others of its warp at their next meeting: all 32 values.
 template <typename T>
-T* Shown(Warp& warp) {
+T* Show(Warp& warp, const T& value) {
   static_assert(sizeof(T) <= sizeof(warp.shown[0]) / 32);
-  return reinterpret_cast<T*>(warp.shown[warp.meeting.generation % 2]);
+  T* all = reinterpret_cast<T*>(warp.shown[warp.meeting.generation % 2]);
+  all[Emulator::Get().thread().index % 32] = value;
+  return all;
 }
+
+inline Warp& ThisWarp() { return ThisBlock().warps[Emulator::Get().thread().index / 32]; }
 
 // All lanes show a value; f of all 32 is what each of them gets.
 template <typename T, typename F>
 auto Exchange(const T& value, F f) {
-  const unsigned thread = Emulator::Get().thread().index;
-  Warp& warp = ThisBlock().warps[thread / 32];
-  T* all = Shown<T>(warp);
-  all[thread % 32] = value;
+  Warp& warp = ThisWarp();
+  const T* all = Show(warp, value);
   Meet(warp.meeting, 32);
   return f(all);
 }
@@ -193,10 +195,8 @@ auto Exchange(const T& value, F f) {
 // The same, and f does the work of all lanes at once.
 template <typename T, typename F>
 void Together(const T& value, F f) {
-  const unsigned thread = Emulator::Get().thread().index;
-  Warp& warp = ThisBlock().warps[thread / 32];
-  T* all = Shown<T>(warp);
-  all[thread % 32] = value;
+  Warp& warp = ThisWarp();
+  const T* all = Show(warp, value);
   if (warp.meeting.arrived == 31) f(all);
   Meet(warp.meeting, 32);
 }

@@ -142,8 +142,7 @@ TEST_F(AttentionEdges, RopeAppendWritesQueriesAndTheCache) {
 
 using AppendAttentionTest = IsaTest;
 
-INSTANTIATE_TEST_SUITE_P(Isas, AppendAttentionTest, AllIsas(),
-                         [](const auto& info) { return IsaName(info.param); });
+DORAD_FOR_EACH_ISA(AppendAttentionTest);
 
 // The same bits in the output and all over the cache as by RopeAppend and PagedAttention.
 TEST_P(AppendAttentionTest, IsBothInOne) {

@@ -288,8 +288,7 @@ INSTANTIATE_TEST_SUITE_P(Sm90, DeltaTest, testing::ValuesIn(Cases(KernelIsa::kSm
 INSTANTIATE_TEST_SUITE_P(Mma, DeltaTest, testing::ValuesIn(Cases(KernelIsa::kMma)),
                          [](const auto& info) { return info.param.name; });
 
-INSTANTIATE_TEST_SUITE_P(Isas, DeltaStepTest, AllIsas(),
-                         [](const auto& info) { return IsaName(info.param); });
+DORAD_FOR_EACH_ISA(DeltaStepTest);
 
 // In a step of single rows: sequences without a row and without a state lie between the others.
 TEST_P(DeltaStepTest, BlocksTakeOneStateAfterTheOther) {

@@ -46,11 +46,13 @@ class IsaTest : public KernelTest, public testing::WithParamInterface<KernelIsa>
   }
 };
 
-inline auto AllIsas() { return testing::Values(KernelIsa::kSm90, KernelIsa::kMma); }
-inline const char* IsaName(KernelIsa isa) { return isa == KernelIsa::kSm90 ? "Sm90" : "Mma"; }
-#define DORAD_FOR_EACH_ISA(fixture)                                    \
-  INSTANTIATE_TEST_SUITE_P(Isas, fixture, ::dorad::kernels::AllIsas(), \
-                           [](const auto& info) { return ::dorad::kernels::IsaName(info.param); })
+#define DORAD_FOR_EACH_ISA(fixture)                                                           \
+  INSTANTIATE_TEST_SUITE_P(                                                                   \
+      Isas, fixture,                                                                          \
+      testing::Values(::dorad::kernels::KernelIsa::kSm90, ::dorad::kernels::KernelIsa::kMma), \
+      [](const auto& info) {                                                                  \
+        return info.param == ::dorad::kernels::KernelIsa::kSm90 ? "Sm90" : "Mma";             \
+      })
 
 // Device memory of `size` elements, filled with 0xFF bytes (NaN in every floating format), so that
 // an element that a kernel does not write is seen. Complete when it is made: streams that do not

@@ -49,8 +49,7 @@ std::vector<SegmentTile> Tiles(const std::vector<int32_t>& begins, int32_t most)
 
 using SegmentAttentionTest = IsaTest;
 
-INSTANTIATE_TEST_SUITE_P(Isas, SegmentAttentionTest, AllIsas(),
-                         [](const auto& info) { return IsaName(info.param); });
+DORAD_FOR_EACH_ISA(SegmentAttentionTest);
 
 TEST_P(SegmentAttentionTest, SeesTheWholeSegmentAndNoOther) {
   const std::vector<int32_t> begins = {0, 1, 17, 81, 209, 500};
