@@ -18,8 +18,8 @@ KINDS = ["dora", "dora_r96", "lora", "dora_everything"]
 ADAPTERS = ["", "dora", "dora-r96", "lora", "dora-everything"]
 # Enough that a few sequences outgrow the pages that test_preempted_equals_alone leaves them.
 NEW_TOKENS = 40
-# Of gemma3_text and qwen35_text the quick tier has bf16: what is theirs does not depend on the
-# products' dtype, and those of fp32 are the same in all families.
+# The quick tier has gemma3_text and qwen35_text in bf16 alone. Their own operations do not depend
+# on the dtype of products, and the products in fp32 are the same in all families.
 SETUPS = [
     ("llama2", "fp32"),
     ("qwen2_window", "fp32"),
