@@ -87,6 +87,23 @@ struct Adjuster {
   }
 };
 
+// Calls visit(use) for each of the row's uses, by `threads` threads. Some loads are in flight at a
+// time: a row may have thousands of uses, and a load takes most of a microsecond.
+template <typename Visit>
+__device__ inline void ForEachUse(const Adjuster& a, int thread, int threads, const Visit& visit) {
+  constexpr int kInFlight = 8;
+  for (int first = thread; first < a.how.uses_count; first += kInFlight * threads) {
+    TokenUse uses[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int at = first + i * threads;
+      uses[i] = at < a.how.uses_count ? a.uses[at] : TokenUse{-1, 0};
+    }
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) visit(uses[i]);
+  }
+}
+
 // Replaces the block's logits.
 template <typename Place>
 __device__ __noinline__ void AdjustShare(const Row<Place>& row, const Adjuster& a) {
@@ -95,13 +112,6 @@ __device__ __noinline__ void AdjustShare(const Row<Place>& row, const Adjuster& 
   const int thread = static_cast<int>(threadIdx.x);
   __syncthreads();
   if (thread == 0) s->newest_count = 0;
-  __syncthreads();
-  if (a.how.penalised && a.newest >= 0) {
-    for (int i = thread; i < a.how.uses_count; i += threads) {
-      if (a.uses[i].id == a.newest) s->newest_count = a.uses[i].count;
-    }
-    __syncthreads();
-  }
   const int begin = row.IdAt(0);
   const int end = min(begin + row.own * kChunk, row.vocabulary);
   const auto at = [begin, &row](int32_t id) -> float& { return Share(row)[id - begin]; };
@@ -116,12 +126,15 @@ __device__ __noinline__ void AdjustShare(const Row<Place>& row, const Adjuster& 
     if (bias.id >= begin && bias.id < end) at(bias.id) = __fadd_rn(at(bias.id), bias.bias);
   }
   __syncthreads();
-  for (int i = thread; i < a.how.uses_count; i += threads) {
-    const TokenUse use = a.uses[i];
-    if (use.id >= begin && use.id < end && use.id != a.newest) {
+  ForEachUse(a, thread, threads, [&](const TokenUse& use) {
+    if (use.id < begin || use.id >= end) return;
+    if (use.id == a.newest) {
+      s->newest_count = use.count;
+    } else {
       at(use.id) = a.Penalised(at(use.id), use.count);
     }
-  }
+  });
+  __syncthreads();
   if (thread == 0 && a.how.penalised && a.newest >= begin && a.newest < end) {
     at(a.newest) = a.Penalised(at(a.newest), s->newest_count + TokenUse::kGenerated);
   }
@@ -141,9 +154,9 @@ __device__ inline float AdjustedByWarp(const Row<Place>& row, const Adjuster& a,
   bias = __reduce_or_sync(~0u, bias);
   if (bias != 0) x = __fadd_rn(x, __uint_as_float(bias));
   uint32_t count = 0;
-  for (int i = row.lane; i < a.how.uses_count; i += kWarp) {
-    if (a.uses[i].id == id) count = a.uses[i].count;
-  }
+  ForEachUse(a, row.lane, kWarp, [&](const TokenUse& use) {
+    if (use.id == id) count = use.count;
+  });
   count = __reduce_or_sync(~0u, count);
   if (a.how.penalised && id == a.newest) count += TokenUse::kGenerated;
   return count > 0 ? a.Penalised(x, count) : x;

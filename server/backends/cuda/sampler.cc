@@ -4,6 +4,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "absl/algorithm/container.h"
 #include "server/platform/check.h"
 #include "server/platform/error.h"
 
@@ -32,18 +33,19 @@ kernels::LogprobMode ToKernels(engine::LogprobMode mode) {
   return kernels::LogprobMode::kNone;
 }
 
+// The kernels' form of an engine type, which has the same members.
+template <typename To, typename From>
+absl::Span<const To> InKernelsForm(absl::Span<const From> items) {
+  static_assert(sizeof(To) == sizeof(From) && std::is_trivially_copyable_v<From>);
+  return {reinterpret_cast<const To*>(items.data()), items.size()};
+}
+
 // Appends to a list for the device and returns the range's begin.
 template <typename To, typename From>
 int32_t AppendTo(std::vector<To>* list, absl::Span<const From> items) {
   const auto begin = static_cast<int32_t>(list->size());
-  if constexpr (std::is_same_v<To, From>) {
-    list->insert(list->end(), items.begin(), items.end());
-  } else {
-    // The kernels' form of an engine type has the same members.
-    static_assert(sizeof(To) == sizeof(From) && std::is_trivially_copyable_v<From>);
-    const auto* const first = reinterpret_cast<const To*>(items.data());
-    list->insert(list->end(), first, first + items.size());
-  }
+  const absl::Span<const To> to = InKernelsForm<To>(items);
+  list->insert(list->end(), to.begin(), to.end());
   return begin;
 }
 
@@ -59,7 +61,9 @@ struct Sampler::Specs {
   std::vector<kernels::LogitAdjustments> adjustments;
   std::vector<TokenId> allowed;
   std::vector<kernels::LogitBias> biases;
-  std::vector<kernels::TokenUse> uses;
+  // Of each row with adjustments. They may be megabytes: copied once.
+  std::vector<absl::Span<const engine::TokenUse>> uses;
+  int64_t num_uses = 0;
 
   // newest: the place of the sequence's last token in the last step, which has not finished; -1:
   // the engine knows it.
@@ -121,17 +125,26 @@ struct Sampler::Specs {
     for (size_t i = 0; i < logits.bias_ids.size(); ++i) {
       biases.push_back({logits.bias_ids[i], logits.biases[i]});
     }
-    to.uses_begin = AppendTo(&uses, used);
+    to.uses_begin = static_cast<int32_t>(num_uses);
     to.uses_count = static_cast<int32_t>(used.size());
+    uses.push_back(used);
+    num_uses += static_cast<int64_t>(used.size());
   }
 };
+
+absl::StatusOr<Sampler::Step> Sampler::Step::Create() {
+  DORAD_ASSIGN_OR_RETURN(Event sent, Event::Create());
+  DORAD_ASSIGN_OR_RETURN(Event done, Event::Create());
+  return Step(std::move(sent), std::move(done));
+}
 
 absl::StatusOr<Sampler> Sampler::Create(int64_t vocab_size, int64_t max_rows,
                                         kernels::KernelIsa isa, MemoryLedger* ledger,
                                         const Stream* stream) {
   static_assert(kStepsInFlight == 2);
-  DORAD_ASSIGN_OR_RETURN(Event first, Event::Create());
-  DORAD_ASSIGN_OR_RETURN(Event second, Event::Create());
+  DORAD_ASSIGN_OR_RETURN(Stream inputs, Stream::Create());
+  DORAD_ASSIGN_OR_RETURN(Step first, Step::Create());
+  DORAD_ASSIGN_OR_RETURN(Step second, Step::Create());
   size_t bytes = 0;
   DORAD_RETURN_IF_CUDA_ERROR(kernels::SampleWorkspaceBytes(isa, static_cast<int>(max_rows),
                                                            static_cast<int>(vocab_size), &bytes),
@@ -141,8 +154,8 @@ absl::StatusOr<Sampler> Sampler::Create(int64_t vocab_size, int64_t max_rows,
     DORAD_ASSIGN_OR_RETURN(workspace, DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace,
                                                              static_cast<int64_t>(bytes)));
   }
-  return Sampler(vocab_size, isa, std::move(workspace), ledger, stream, std::move(first),
-                 std::move(second));
+  return Sampler(vocab_size, isa, std::move(workspace), ledger, stream, std::move(inputs),
+                 std::move(first), std::move(second));
 }
 
 absl::Status Sampler::Begin(const engine::StepBatch& batch,
@@ -185,7 +198,7 @@ absl::Status Sampler::Begin(const engine::StepBatch& batch,
   at.adjustments = add(specs.adjustments);
   at.allowed = add(specs.allowed);
   at.biases = add(specs.biases);
-  at.uses = add(specs.uses);
+  at.uses = layout.Add(specs.num_uses * static_cast<int64_t>(sizeof(kernels::TokenUse)));
   at.in_bytes = layout.bytes();
   at.tokens = layout.Add(rows * 4);
   at.logprobs = layout.Add(rows * 4);
@@ -213,17 +226,22 @@ absl::Status Sampler::Begin(const engine::StepBatch& batch,
   copy(specs.adjustments, at.adjustments);
   copy(specs.allowed, at.allowed);
   copy(specs.biases, at.biases);
-  copy(specs.uses, at.uses);
-  if (at.in_bytes == 0) return absl::OkStatus();
-  return ToStatus(cudaMemcpyAsync(step.device.as<>(), step.host.as<>(), at.in_bytes,
-                                  cudaMemcpyHostToDevice, stream_.get()),
-                  kStep);
+  auto* to = step.host.as<kernels::TokenUse>(at.uses);
+  for (const auto& uses : specs.uses) to = absl::c_copy(InKernelsForm<kernels::TokenUse>(uses), to);
+  if (at.in_bytes > 0) {
+    DORAD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(step.device.as<>(), step.host.as<>(), at.in_bytes,
+                                               cudaMemcpyHostToDevice, inputs_.get()),
+                               kStep);
+  }
+  DORAD_RETURN_IF_ERROR(step.sent.Record(inputs_, kStep));
+  return absl::OkStatus();
 }
 
 // Parameters of the next rows for both kernels.
 template <typename Params>
-Params Sampler::NextRows(int64_t rows, const float* logits) {
+absl::StatusOr<Params> Sampler::NextRows(int64_t rows, const float* logits) {
   Step& step = begun();
+  if (step.launched == 0) DORAD_RETURN_IF_ERROR(step.sent.Hold(stream_, kStep));
   const DeviceBuffer& device = step.device;
   const Places& at = step.at;
   const int64_t first = step.launched;
@@ -250,7 +268,7 @@ Params Sampler::NextRows(int64_t rows, const float* logits) {
 absl::Status Sampler::Sample(int64_t rows, const float* logits) {
   const Step& step = begun();
   const int64_t first = step.launched;
-  auto params = NextRows<kernels::SampleParams>(rows, logits);
+  DORAD_ASSIGN_OR_RETURN(auto params, NextRows<kernels::SampleParams>(rows, logits));
   params.specs = step.device.as<kernels::SampleRowSpec>(step.at.samples) + first;
   params.banned = step.device.as<int32_t>(step.at.banned);
   if (step.adjusts) {
@@ -267,7 +285,7 @@ absl::Status Sampler::Sample(int64_t rows, const float* logits) {
 absl::Status Sampler::Score(int64_t rows, const float* logits) {
   const Step& step = begun();
   const int64_t first = step.launched - step.samples;
-  auto params = NextRows<kernels::ScoreParams>(rows, logits);
+  DORAD_ASSIGN_OR_RETURN(auto params, NextRows<kernels::ScoreParams>(rows, logits));
   params.specs = step.device.as<kernels::ScoreRowSpec>(step.at.scores) + first;
   return ToStatus(kernels::Score(params, stream_.get()), kStep);
 }

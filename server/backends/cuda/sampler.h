@@ -28,9 +28,10 @@ class Sampler {
                                         kernels::KernelIsa isa, MemoryLedger* ledger,
                                         const Stream* stream);
 
-  // Sends the parameters of the batch's samples and scores to the device, ordered with the stream's
-  // work. Replaces a step that has begun and not ended. REQUIRES: fewer than kStepsInFlight steps
-  // have ended and not finished.
+  // Sends the parameters of the batch's samples and scores to the device, beside the stream's work:
+  // the counts of penalties are up to 8 MB a step. Replaces a step that has begun and not ended.
+  // REQUIRES: fewer than kStepsInFlight steps have ended and not finished; no launched work of a
+  // replaced step is left.
   absl::Status Begin(const engine::StepBatch& batch,
                      absl::Span<const engine::StepSequence> sequences);
   // Launches the sampling of the next `rows` samples. logits: device, [rows, vocabulary] fp32, made
@@ -65,8 +66,9 @@ class Sampler {
     int64_t bytes;
   };
   struct Step {
-    explicit Step(Event done) : done(std::move(done)) {}
-    Event done;
+    static absl::StatusOr<Step> Create();
+    Event sent;  // the inputs have arrived
+    Event done;  // and the results
     PinnedBuffer host;
     DeviceBuffer device;
     Places at{};
@@ -77,27 +79,32 @@ class Sampler {
     int64_t samples = 0;   // of the rows; the others are scores
     int64_t launched = 0;  // of the rows
     SampledTokens sampled;
+
+   private:
+    Step(Event sent, Event done) : sent(std::move(sent)), done(std::move(done)) {}
   };
   struct Specs;
 
   Sampler(int64_t vocab_size, kernels::KernelIsa isa, DeviceBuffer workspace, MemoryLedger* ledger,
-          const Stream* stream, Event first, Event second)
+          const Stream* stream, Stream inputs, Step first, Step second)
       : vocab_size_(vocab_size),
         isa_(isa),
         workspace_(std::move(workspace)),
         ledger_(ledger),
         stream_(*stream),
-        steps_{Step(std::move(first)), Step(std::move(second))} {}
+        inputs_(std::move(inputs)),
+        steps_{std::move(first), std::move(second)} {}
 
   Step& begun() { return steps_[ended_ % kStepsInFlight]; }
   template <typename Params>
-  Params NextRows(int64_t rows, const float* logits);
+  absl::StatusOr<Params> NextRows(int64_t rows, const float* logits);
 
   const int64_t vocab_size_;
   const kernels::KernelIsa isa_;
   DeviceBuffer workspace_;
   MemoryLedger* const ledger_;
   const Stream& stream_;
+  Stream inputs_;  // of their copies
   std::array<Step, kStepsInFlight> steps_;
   // Steps so far.
   uint64_t ended_ = 0;
