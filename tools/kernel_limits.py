@@ -64,6 +64,10 @@ def attention_tiles(heads: int) -> Kernel:
 # By the mangled name; the groups are numbers.
 KERNELS: tuple[tuple[str, Callable[..., Kernel]], ...] = (
     (r"ProjectKernel\w*?MmaIsaILi(\d)EEELi(\d)ELi(\d+)ELb([01])E", project),
+    (
+        r"PrefillMmaKernelILi(\d+)E",
+        lambda panel: Kernel("linear", (2, panel), f"more rows, panels of {panel}"),
+    ),
     (r"RowGemmMmaKernel\w*?ReductionE(\d)ELi(\d+)ELb([01])E", norm),
     (r"RowAttentionKernel\w*?MmaPagesELi(\d+)ELi(\d)E", attention_rows),
     (r"TileAttentionKernel\w*?MmaPagesELi(\d+)E", attention_tiles),

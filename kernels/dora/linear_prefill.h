@@ -6,6 +6,8 @@
 // its blocks wait for each other too. Do not capture it in graphs that outlive a batch: the number
 // of segments is a host argument.
 //
+// By either instruction set, as DoraLinear.
+//
 // Thread-safe, if concurrent calls have separate workspaces.
 #pragma once
 
@@ -18,6 +20,7 @@
 
 #include "kernels/dora/factors.h"
 #include "kernels/dora/linear.h"
+#include "kernels/isa/isa.h"
 
 namespace dorad::kernels {
 
@@ -37,8 +40,9 @@ struct DoraLinearPrefillParams {
   int32_t num_segments = 0;              // 1..kPrefillMaxSegments
   void* y = nullptr;                     // [rows, sum(out)], 16-byte aligned
   bool y_fp32 = false;                   // else bf16
-  void* workspace = nullptr;             // as DoraLinearParams'; may be the same memory
-  size_t workspace_bytes = 0;            // at least DoraLinearPrefillWorkspaceBytes
+  KernelIsa isa = KernelIsa::kSm90;
+  void* workspace = nullptr;   // as DoraLinearParams'; may be the same memory
+  size_t workspace_bytes = 0;  // at least DoraLinearPrefillWorkspaceBytes
 };
 
 // Enough for every batch of up to `rows` rows. 0: an unsupported shape.

@@ -1,5 +1,5 @@
-// The arguments of the kernel behind DoraLinearPrefill, its sizes, and what all roles of a block
-// know about the batch. Part of linear_prefill_kernel.cuh.
+// The arguments of Hopper's kernel behind DoraLinearPrefill, its sizes, and what all roles of a
+// block know about the batch. Part of linear_prefill_kernel.cuh.
 #pragma once
 
 #include <cuda.h>
@@ -9,10 +9,10 @@
 
 #include "kernels/dora/linear_plan.h"
 #include "kernels/dora/linear_prefill.h"
+#include "kernels/dora/linear_prefill_problem.cuh"
 
 namespace dorad::kernels {
 
-inline constexpr int kPrefillTileRows = 128;  // of the batch, of a block
 inline constexpr int kPrefillBandRows = 2 * kPrefillTileRows;
 inline constexpr int kPrefillThreads = 384;
 // Costs in rows of one stage's panel, some 2 ns each: what a multiprocessor can take in bounds a
@@ -28,30 +28,14 @@ inline constexpr int kPrefillSlicedBands = 8;    // and its most bands
 // Of one panel's sums over a slice, for a band.
 inline constexpr size_t kPrefillShareBytes = sizeof(float) * kPrefillBandRows * kPrefillShrinkRows;
 
-// Waiting counters at the head of the workspace; zero between launches.
-struct PrefillCounters {
-  uint32_t shares;  // blocks done with their slices of the shrink
-  uint32_t shrunk;  // blocks done with their part of h
-  uint32_t left;    // blocks that need the ones above no longer
-};
-static_assert(sizeof(PrefillCounters) <= kDoraLinearSignalBytes);
-
-struct PrefillArgs {
-  DoraLinearPrefillParams p;
-  LinearPlan plan;                              // DoraLinear's: for the order of sums
-  int32_t part_begin[kDoraLinearMaxParts + 1];  // in rows of W
-  int32_t bands;                                // of the shrink, of kPrefillBandRows
+// Tiles are those of clusters.
+struct PrefillArgs : PrefillProblem {
+  int32_t bands;  // of the shrink, of kPrefillBandRows
   // The two blocks of a cluster have the same rows of the batch and neighbouring panels of W; else
   // the same panel and neighbouring rows.
   bool shares_rows;
-  int32_t tile_bands;   // of rows, of clusters
-  int32_t tile_panels;  // of W, of clusters
-  int32_t group;        // bands whose tiles are walked together
-  int32_t ldh;          // max_rank, rounded up to kLinearStageK
   int32_t meeting_cost = kPrefillMeetingCost;
-  PrefillCounters* counters;
-  __nv_bfloat16* h;  // [rows, parts, ldh]
-  float* shares;     // kPrefillShareBytes for each panel and slice; nullptr: no slices
+  float* shares;  // kPrefillShareBytes for each panel and slice; nullptr: no slices
 };
 
 // kN: rows of W in a panel.
@@ -98,15 +82,6 @@ struct PrefillTables {
   int16_t rank[kDoraLinearMaxParts][kPrefillMaxSegments];  // rounded up to kLinearStageK
   uint32_t panels;  // of the shrink, of all bands; 0: no rank
 };
-
-// Where a part's factors are in the table.
-__device__ inline int64_t FactorsAt(const PrefillArgs& args, int slot, int part) {
-  return static_cast<int64_t>(slot) * args.p.table.modules + args.p.first_module + part;
-}
-
-__device__ inline const DoraFactors* FactorsOf(const PrefillArgs& args, int slot, int part) {
-  return args.p.table.factors + FactorsAt(args, slot, part);
-}
 
 // Of A, then B.
 __device__ inline const CUtensorMap* MapsOf(const PrefillArgs& args, int slot, int part) {

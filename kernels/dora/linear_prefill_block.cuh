@@ -1,5 +1,5 @@
-// A block of the kernel behind DoraLinearPrefill: the walks over panels and tiles that its roles
-// share, and the ring of stages. Consumers are in linear_prefill_consume.cuh, producers in
+// A block of Hopper's kernel behind DoraLinearPrefill: the walks over panels and tiles that its
+// roles share, and the ring of stages. Consumers are in linear_prefill_consume.cuh, producers in
 // linear_prefill_produce.cuh, stores in linear_prefill_store.cuh. Part of
 // linear_prefill_kernel.cuh.
 #pragma once
@@ -204,13 +204,10 @@ class PrefillBlock {
   template <typename F>
   __device__ void ForEachTile(int first, F f) const {
     const int tiles = args_.tile_bands * args_.tile_panels;
-    const int group_tiles = args_.group * args_.tile_panels;
 #pragma unroll 1
     for (int tile = first; tile < tiles; tile += gridDim.x / 2) {
-      const int group = tile / group_tiles;
-      const int rest = tile - group * group_tiles;
-      const int bands = min(args_.group, args_.tile_bands - group * args_.group);
-      f(group * args_.group + rest % bands, rest / bands);
+      const PrefillTile at = TileAt(args_, tile);
+      f(at.band, at.panel);
     }
   }
 
@@ -358,14 +355,6 @@ class PrefillBlock {
   // Consumers: adds up some of h, in the order of K. All shares are there.
   __device__ void AddShares() const;
 
-  __device__ static uint32_t Pack(float first, float second) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
-
-  // Lane q of every four gets what lane i of them has at q, as its i-th. Whole warp.
-  __device__ static void TransposeInFours(uint32_t (&values)[4]);
-
   // To be indexed by rows of W; nullptr: 1.
   __device__ const float* Magnitudes(int segment, int part) const;
 
@@ -381,17 +370,8 @@ class PrefillBlock {
     *reinterpret_cast<float4*>(to) = make_float4(y[0].x, y[0].y, y[1].x, y[1].y);
   }
   __device__ static void StoreUnit(__nv_bfloat16* to, const float2 (&y)[4]) {
-    *reinterpret_cast<uint4*>(to) = make_uint4(Pack(y[0].x, y[0].y), Pack(y[1].x, y[1].y),
-                                               Pack(y[2].x, y[2].y), Pack(y[3].x, y[3].y));
-  }
-
-  // Of a row of W.
-  __device__ int PartOf(int row) const {
-    return (row >= args_.part_begin[1]) + (row >= args_.part_begin[2]);
-  }
-
-  __device__ static float2 Pair(const float* address) {
-    return __ldg(reinterpret_cast<const float2*>(address));
+    *reinterpret_cast<uint4*>(to) = make_uint4(PackPair(y[0].x, y[0].y), PackPair(y[1].x, y[1].y),
+                                               PackPair(y[2].x, y[2].y), PackPair(y[3].x, y[3].y));
   }
 
   const PrefillArgs& args_;

@@ -1,5 +1,5 @@
-// The consumers of the kernel behind DoraLinearPrefill: products, and the sums of a tile until they
-// are stored. Part of linear_prefill_kernel.cuh.
+// The consumers of Hopper's kernel behind DoraLinearPrefill: products, and the sums of a tile until
+// they are stored. Part of linear_prefill_kernel.cuh.
 #pragma once
 
 #include <cstdint>

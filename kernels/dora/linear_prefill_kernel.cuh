@@ -1,4 +1,4 @@
-// The kernel behind DoraLinearPrefill: see linear_prefill.h for what it computes.
+// Hopper's kernel behind DoraLinearPrefill: see linear_prefill.h for what it computes.
 //
 // Two blocks are a cluster. They work on one band of rows of the batch, half of it each, and one
 // panel of rows of W at a time: each fetches its own half of x, and half of the panel for both. Or

@@ -1,5 +1,5 @@
-// The producers of the kernel behind DoraLinearPrefill: one thread fetches panels of weights and
-// factors, one warp fetches rows of x and h. Part of linear_prefill_kernel.cuh.
+// The producers of Hopper's kernel behind DoraLinearPrefill: one thread fetches panels of weights
+// and factors, one warp fetches rows of x and h. Part of linear_prefill_kernel.cuh.
 #pragma once
 
 #include <cuda.h>

@@ -1,4 +1,4 @@
-// Stores of the kernel behind DoraLinearPrefill: h by the consumers, y by the storers. Part of
+// Stores of Hopper's kernel behind DoraLinearPrefill: h by the consumers, y by the storers. Part of
 // linear_prefill_kernel.cuh.
 #pragma once
 
@@ -31,7 +31,7 @@ __device__ void PrefillBlock<kN>::StoreShrunk(const float (&sum)[kSums], int row
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const int at = 4 * (4 * i + k) + 2 * j;
-        pairs[k] = Pack(scale * sum[at], scale * sum[at + 1]);
+        pairs[k] = PackPair(scale * sum[at], scale * sum[at + 1]);
       }
       TransposeInFours(pairs);
       const int column = panel.column + first + 8 * (4 * i + Lane() % 4);
@@ -92,25 +92,6 @@ __device__ void PrefillBlock<kN>::AddShares() const {
 }
 
 template <int kN>
-__device__ void PrefillBlock<kN>::TransposeInFours(uint32_t (&values)[4]) {
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    const bool is_upper = (Lane() & step) != 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if ((i & step) != 0) continue;
-      const uint32_t other =
-          __shfl_xor_sync(0xFFFFFFFF, is_upper ? values[i] : values[i + step], step);
-      if (is_upper) {
-        values[i] = other;
-      } else {
-        values[i + step] = other;
-      }
-    }
-  }
-}
-
-template <int kN>
 __device__ const float* PrefillBlock<kN>::Magnitudes(int segment, int part) const {
   if (tables_.rank[part][segment] == 0) return nullptr;
   const float* g = FactorsOf(args_, tables_.slot[segment], part)->g;
@@ -143,12 +124,12 @@ __device__ void PrefillBlock<kN>::StoreColumns(uint32_t sums, int row0, int colu
   for (int unit = Lane() % 8; unit < kN / 2 / kUnit; unit += 8) {
     const int column = column0 + unit * kUnit;
     if (column >= out || row0 >= args_.p.rows) break;
-    const int part = PartOf(column);
+    const int part = PartOf(args_, column);
     float2 bias[kPairs];
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      bias[i] =
-          args_.p.bias == nullptr ? make_float2(0.0f, 0.0f) : Pair(args_.p.bias + column + 2 * i);
+      bias[i] = args_.p.bias == nullptr ? make_float2(0.0f, 0.0f)
+                                        : LoadPair(args_.p.bias + column + 2 * i);
     }
     // Of the lanes that have a row's sums, the first one of the unit's.
     const uint32_t from = sums + unit / kUnits * Config::kParkedBlockBytes +
@@ -168,7 +149,7 @@ __device__ void PrefillBlock<kN>::StoreColumns(uint32_t sums, int row0, int colu
           const float* g = Magnitudes(segment, part);
 #pragma unroll
           for (int i = 0; i < kPairs; ++i) {
-            scale[i] = g == nullptr ? make_float2(1.0f, 1.0f) : Pair(g + column + 2 * i);
+            scale[i] = g == nullptr ? make_float2(1.0f, 1.0f) : LoadPair(g + column + 2 * i);
           }
         }
         float2 y[kPairs];

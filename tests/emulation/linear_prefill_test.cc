@@ -1,9 +1,10 @@
-// The kernel of a prefill's projection in the emulator, bit for bit against the same sums in the
+// The kernels of a prefill's projection in the emulator, bit for bit against the same sums in the
 // same order: pieces of K or none, several parts, mixed adapters, panels with and without a tail.
 #include <cmath>
 
 #include "gtest/gtest.h"
 #include "kernels/dora/linear_prefill_kernel.cuh"
+#include "kernels/dora/linear_prefill_mma.cuh"
 #include "tests/emulation/emulator.h"
 #include "tests/emulation/random_layer.h"
 
@@ -17,7 +18,7 @@ using Bf16 = __nv_bfloat16;
 struct Case {
   const char* name;
   DoraLinearShape shape;
-  int splits;
+  int splits;  // Hopper's
   int clusters;
   bool has_bias;
   std::vector<std::vector<int>> ranks;  // [slot][part]
@@ -94,10 +95,43 @@ class Layer : public RandomLayer {
     return y;
   }
 
+  // The form of every GPU. Some blocks have several tiles, some none.
+  template <int kN>
+  std::vector<float> RunMma(bool y_fp32, int blocks, int stages) {
+    using Block = PrefillMmaBlock<kN>;
+    constexpr uint32_t kDynamic = RoundUp(sizeof(typename Block::Shared), 128);
+    std::vector<float> y(size_t{1} * rows_ * out_, NAN);
+    std::vector<Bf16> rounded(y.size());
+    std::vector<Bf16> h(size_t{1} * rows_ * case_.shape.parts * args_.ldh, __float2bfloat16(NAN));
+    PrefillMmaArgs args = {args_};
+    args.plan.splits = 1;
+    args.plan.log_splits = 0;
+    args.tile_bands = CeilDiv(rows_, kPrefillTileRows);
+    args.tile_panels = CeilDiv(out_, kN);
+    args.group = std::min(args.tile_bands, 2);
+    args.h = h.data();
+    args.stages = stages;
+    args.p.y_fp32 = y_fp32;
+    args.p.y = y_fp32 ? static_cast<void*>(y.data()) : static_cast<void*>(rounded.data());
+    int delay = static_cast<int>(random_() % 200);  // until x is there
+    Grid grid(
+        blocks, kPrefillMmaThreads, 1, kDynamic + stages * Block::kStageBytes,
+        [&delay] { return --delay < 0; },
+        [&] {
+          auto& shared = *reinterpret_cast<typename Block::Shared*>(emulation::ThisBlock().shared);
+          Block(args, shared, kDynamic).Run();
+        });
+    Emulator::Get().Run({&grid});
+    EXPECT_EQ(counters_.shares | counters_.shrunk | counters_.left, 0u);
+    if (!y_fp32) std::transform(rounded.begin(), rounded.end(), y.begin(), __bfloat162float);
+    return y;
+  }
+
   // What a row of y is to be, as fp32.
-  std::vector<float> Expected(int row, int slot) const {
+  std::vector<float> Expected(int row, int slot, KernelIsa isa) const {
     const DoraLinearShape& shape = case_.shape;
-    const LinearPlan& plan = args_.plan;
+    LinearPlan plan = args_.plan;
+    if (isa == KernelIsa::kMma) plan.splits = 1, plan.log_splits = 0;
     const Bf16* x = &x_[size_t{1} * row * shape.in];
     std::vector<float> y;
     for (int part = 0; part < shape.parts; ++part) {
@@ -153,13 +187,14 @@ class Layer : public RandomLayer {
 class EmulatedLinearPrefillTest : public ::testing::TestWithParam<Case> {
  protected:
   // y of some rows: the first and last of segments and tiles, and every seventh.
-  void ExpectTheSameBits(const Layer& layer, const std::vector<float>& y, bool y_fp32) {
+  void ExpectTheSameBits(const Layer& layer, const std::vector<float>& y, bool y_fp32,
+                         KernelIsa isa = KernelIsa::kSm90) {
     for (const RowSegment& segment : GetParam().segments) {
       for (int row = segment.begin; row < segment.end; ++row) {
         if (row != segment.begin && row + 1 != segment.end && row % 128 != 0 && row % 7 != 0) {
           continue;
         }
-        std::vector<float> expected = layer.Expected(row, segment.slot);
+        std::vector<float> expected = layer.Expected(row, segment.slot, isa);
         if (!y_fp32) {
           for (float& value : expected) value = __bfloat162float(__float2bfloat16(value));
         }
@@ -185,6 +220,17 @@ TEST_P(EmulatedLinearPrefillTest, SumsAreThoseOfThePlan) {
   ExpectTheSameBits(layer, y, /*y_fp32=*/true);
 }
 
+TEST_P(EmulatedLinearPrefillTest, SumsOfEveryGpuAreThoseOfThePlanWithoutPieces) {
+  Layer layer(GetParam(), &emulator_.random());
+  std::vector<float> y;
+  ASSERT_NO_THROW(y = layer.RunMma<256>(/*y_fp32=*/true, /*blocks=*/3, /*stages=*/2));
+  ExpectTheSameBits(layer, y, /*y_fp32=*/true, KernelIsa::kMma);
+  ASSERT_NO_THROW(y = layer.RunMma<128>(/*y_fp32=*/false, /*blocks=*/7, /*stages=*/3));
+  ExpectTheSameBits(layer, y, /*y_fp32=*/false, KernelIsa::kMma);
+  ASSERT_NO_THROW(y = layer.RunMma<256>(/*y_fp32=*/false, /*blocks=*/4, /*stages=*/4));
+  ExpectTheSameBits(layer, y, /*y_fp32=*/false, KernelIsa::kMma);
+}
+
 const Case kCases[] = {
     {"TheBaseAloneInTwoPieces", {200, 1, {520}}, 2, 2, true, {}, {{-1, 0, 300}}},
     {"OneAdapterOnOneCluster", {320, 1, {264}}, 1, 1, false, {{200}}, {{0, 0, 300}}},
@@ -202,6 +248,21 @@ const Case kCases[] = {
      true,
      {{24, 300}, {10, 7}},
      {{1, 0, 129}, {0, 129, 300}}},
+    {"SegmentsOfAFewRowsAndOfWholeTiles",
+     {136, 2, {64, 80}},
+     1,
+     2,
+     true,
+     {{24, 0}, {10, 140}, {0, 33}},
+     {{0, 0, 1},
+      {1, 1, 2},
+      {-1, 2, 3},
+      {2, 3, 70},
+      {1, 70, 128},
+      {0, 128, 256},
+      {2, 256, 257},
+      {0, 257, 258},
+      {1, 258, 386}}},
 };
 
 INSTANTIATE_TEST_SUITE_P(Cuts, EmulatedLinearPrefillTest, testing::ValuesIn(kCases),

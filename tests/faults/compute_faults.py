@@ -340,4 +340,28 @@ KERNELS = [
         "Rows of a large step get a part of the adapter before theirs on a GPU.",
         ("emulation_linear_prefill",),
     ),
+    Fault(
+        "rows of h beyond a segment in a prefill's tile",
+        "kernels/dora/linear_prefill_mma_fetch.cuh",
+        "__ldg(&segment.end) - begin};",
+        "args_.p.rows - begin};",
+        "Rows of a large step get a part of the adapter before theirs on other GPUs than Hopper.",
+        ("emulation_linear_prefill",),
+    ),
+    Fault(
+        "a stage of a prefill's tile is filled while warps read it",
+        "kernels/dora/linear_prefill_mma.cuh",
+        "ring_.WaitBefore();",
+        "",
+        "Some sums of a large step are wrong, now and then, on other GPUs than Hopper.",
+        ("emulation_linear_prefill",),
+    ),
+    Fault(
+        "the number of a segment's first tile in a prefill's shrink",
+        "kernels/dora/linear_prefill_mma_fetch.cuh",
+        "/ kPrefillTileRows + segment;",
+        "/ kPrefillTileRows;",
+        "With several adapters in a large step, some get garbage on other GPUs than Hopper.",
+        ("emulation_linear_prefill",),
+    ),
 ]

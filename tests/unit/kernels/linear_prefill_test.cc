@@ -23,7 +23,7 @@ class Forms {
   Forms(const DoraLinearShape& shape, const std::vector<std::vector<ModuleFactors>>& adapters,
         bool bias, int rows)
       : shape_(shape),
-        stack_(shape, adapters, bias, rows),
+        stack_(shape, adapters, bias, rows, tested_isa),
         workspace_(std::max(DoraLinearPrefillWorkspaceBytes(shape, rows, kMaxRank),
                             DoraLinearWorkspaceBytes(shape, kDoraLinearMaxRows, kMaxRank))),
         segments_(kPrefillMaxSegments) {
@@ -48,6 +48,7 @@ class Forms {
     params.num_segments = segments;
     params.y = y;
     params.y_fp32 = y_fp32;
+    params.isa = common.isa;
     params.workspace = workspace_.get();
     params.workspace_bytes = workspace_.size();
     return params;
@@ -124,7 +125,9 @@ class Forms {
   const DeviceBuffer<RowSegment> segments_;
 };
 
-class LinearPrefillTest : public KernelTest {};
+class LinearPrefillTest : public IsaTest {};
+
+DORAD_FOR_EACH_ISA(LinearPrefillTest);
 
 // Some rows of y: the first and last of each segment and of each tile.
 void ExpectCloseAtEdges(const Stack& stack, const std::vector<float>& y, int rows,
@@ -144,7 +147,7 @@ void ExpectCloseAtEdges(const Stack& stack, const std::vector<float>& y, int row
   }
 }
 
-TEST_F(LinearPrefillTest, MixedBatchesMatchTheReference) {
+TEST_P(LinearPrefillTest, MixedBatchesMatchTheReference) {
   constexpr int kRows = 700;
   Forms forms(Shape(576, {576, 192, 208}), ManyAdapters(3), true, kRows);
   for (const int rows : {257, 512, kRows}) {
@@ -164,7 +167,7 @@ TEST_F(LinearPrefillTest, MixedBatchesMatchTheReference) {
 
 // Shapes that are cut in every way: pieces of K or none, tails, panels of every width and of
 // several parts.
-TEST_F(LinearPrefillTest, ARowHasTheBitsOfDoraLinear) {
+TEST_P(LinearPrefillTest, ARowHasTheBitsOfDoraLinear) {
   const DoraLinearShape shapes[] = {Shape(4096, {2048, 512, 512}), Shape(4096, {1024}),
                                     Shape(12288, {520}),           Shape(64, {20000}),
                                     Shape(200, {1024, 320, 80}),   Shape(576, {1536, 1536}),
@@ -192,7 +195,7 @@ TEST_F(LinearPrefillTest, ARowHasTheBitsOfDoraLinear) {
 }
 
 // Many segments in a tile, one of a single row, and adapters that follow each other.
-TEST_F(LinearPrefillTest, SegmentsMayBeSingleRows) {
+TEST_P(LinearPrefillTest, SegmentsMayBeSingleRows) {
   constexpr int kRows = 400;
   constexpr int kAdapters = 300;
   std::vector<std::vector<ModuleFactors>> adapters;
@@ -209,7 +212,7 @@ TEST_F(LinearPrefillTest, SegmentsMayBeSingleRows) {
 
 // Launches follow each other closely, with other launches between them, and leave the workspace's
 // counters as they found them.
-TEST_F(LinearPrefillTest, LaunchesMayOverlap) {
+TEST_P(LinearPrefillTest, LaunchesMayOverlap) {
   constexpr int kRows = 1200;
   Forms forms(Shape(1024, {1024, 256, 256}), ManyAdapters(3), true, kRows);
   const std::vector<RowSegment> segments = Deal(kRows, {3, 0, -1, 2});
@@ -227,7 +230,7 @@ TEST_F(LinearPrefillTest, LaunchesMayOverlap) {
   }
 }
 
-TEST_F(LinearPrefillTest, RefusesWhatItCannotTake) {
+TEST_P(LinearPrefillTest, RefusesWhatItCannotTake) {
   Forms forms(Shape(64, {32}), {{{8}}}, false, 300);
   forms.SetSegments({{0, 0, 300}});
   DeviceBuffer<float> y(size_t{300} * 32);

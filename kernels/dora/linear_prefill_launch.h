@@ -1,0 +1,23 @@
+// The launches behind DoraLinearPrefill, one for each instruction set. `problem` comes without its
+// tiles.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "kernels/dora/linear_prefill_problem.cuh"
+
+namespace dorad::kernels {
+
+// The shrink in slices of K, for batches of few tiles: the most rows, and the room for their sums.
+inline constexpr int kPrefillMostSlicedRows = 2048;
+inline constexpr size_t kPrefillSharesBytes = size_t{24} * 1024 * 1024;
+
+// shares: kPrefillSharesBytes, or nullptr: no slices.
+cudaError_t LaunchPrefillSm90(const PrefillProblem& problem, int processors, float* shares,
+                              cudaStream_t stream);
+
+cudaError_t LaunchPrefillMma(const PrefillProblem& problem, int processors, cudaStream_t stream);
+
+}  // namespace dorad::kernels
