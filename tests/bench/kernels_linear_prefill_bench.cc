@@ -3,7 +3,7 @@
 // replays over several sets of weights; outputs as the decoder wants them. TFLOP/s count the
 // products of base and factors.
 //
-//   kernels_linear_prefill_bench [rows ...]      default 4096
+//   kernels_linear_prefill_bench [--isa sm90|mma] [rows ...]      default: the GPU's own, 4096
 #include <cublas_v2.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <string_view>
 #include <vector>
 
 #include "kernels/dora/linear.h"
@@ -81,7 +82,8 @@ float* Ones(int64_t size) {
 // One projection's weights, adapters' factors and buffers.
 class Work {
  public:
-  Work(const Projection& projection, int rows) : projection_(projection), rows_(rows) {
+  Work(const Projection& projection, int rows, kernels::KernelIsa isa)
+      : projection_(projection), rows_(rows), isa_(isa) {
     const DoraLinearShape& shape = projection.shape;
     std::vector<DoraFactors> table;
     std::vector<CUtensorMap> maps;
@@ -139,6 +141,7 @@ class Work {
     params.num_segments = num_segments_;
     params.y = y_;
     params.y_fp32 = projection_.y_fp32;
+    params.isa = isa_;
     params.workspace = workspace_;
     params.workspace_bytes = workspace_bytes_;
     Check(kernels::DoraLinearPrefill(params, stream));
@@ -161,6 +164,7 @@ class Work {
  private:
   const Projection& projection_;
   const int rows_;
+  const kernels::KernelIsa isa_;
   std::vector<__nv_bfloat16*> w_;
   DoraFactors* table_ = nullptr;
   CUtensorMap* maps_ = nullptr;
@@ -172,11 +176,11 @@ class Work {
   int num_segments_ = 1;
 };
 
-void Run(int rows, cudaStream_t stream, cublasHandle_t handle) {
+void Run(int rows, kernels::KernelIsa isa, cudaStream_t stream, cublasHandle_t handle) {
   constexpr int kCases[] = {-1, 0, 1, 4};  // adapters; -1: cuBLAS
   double total[std::size(kCases)] = {};
   for (const Projection& projection : kProjections) {
-    Work work(projection, rows);
+    Work work(projection, rows, isa);
     std::printf("rows %d %-7s", rows, projection.name);
     for (size_t i = 0; i < std::size(kCases); ++i) {
       const int adapters = kCases[i];
@@ -213,9 +217,16 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "cuBLAS does not start\n");
     return 1;
   }
+  dorad::kernels::KernelIsa isa = dorad::kernels::BestIsa();
   std::vector<int> rows;
-  for (int i = 1; i < argc; ++i) rows.push_back(std::atoi(argv[i]));
+  for (int i = 1; i < argc; ++i) {
+    if (std::string_view(argv[i]) == "--isa" && i + 1 < argc) {
+      isa = dorad::bench::IsaOf(argv[++i]);
+    } else {
+      rows.push_back(std::atoi(argv[i]));
+    }
+  }
   if (rows.empty()) rows = {4096};
-  for (const int count : rows) dorad::bench::Run(count, stream, handle);
+  for (const int count : rows) dorad::bench::Run(count, isa, stream, handle);
   return 0;
 }
