@@ -37,9 +37,8 @@ bool WantsLibrary(const LinearGroup& group) { return WorkspaceBytes(group, 1) ==
 // same.
 constexpr int64_t kRowsOfAnAdapter = 40;
 
-// For so many rows in one launch; 0 for shapes that it does not support, and for kMma.
-size_t PrefillBytes(kernels::KernelIsa isa, const LinearGroup& group, int64_t rows) {
-  if (isa != kernels::KernelIsa::kSm90) return 0;
+// For so many rows in one launch; 0 for shapes that it does not support.
+size_t PrefillBytes(const LinearGroup& group, int64_t rows) {
   return kernels::DoraLinearPrefillWorkspaceBytes(ShapeOf(group), static_cast<int>(rows), kMaxRank);
 }
 
@@ -49,7 +48,7 @@ bool Linear::TakesAtOnce(const LinearGroup& group, const LinearRows& rows) const
   const auto ranges = static_cast<int64_t>(rows.ranges.size());
   return rows.rows > kernels::kSegmentBlockRows && ranges <= kernels::kPrefillMaxSegments &&
          (ranges == 1 || ranges * kRowsOfAnAdapter <= rows.rows) &&
-         PrefillBytes(isa_, group, rows.rows) > 0;
+         PrefillBytes(group, rows.rows) > 0;
 }
 
 absl::StatusOr<Linear> Linear::Create(absl::Span<const LinearGroup* const> groups, int64_t max_rows,
@@ -60,7 +59,7 @@ absl::StatusOr<Linear> Linear::Create(absl::Span<const LinearGroup* const> group
   for (const LinearGroup* group : groups) {
     if (WantsLibrary(*group)) widest = std::max(widest, group->out);
     bytes = std::max(bytes, WorkspaceBytes(*group, kernels::kDoraLinearMaxRows));
-    bytes = std::max(bytes, PrefillBytes(isa, *group, max_rows));
+    bytes = std::max(bytes, PrefillBytes(*group, max_rows));
   }
   Linear linear(isa, stream);
   if (widest > 0) {
@@ -92,6 +91,7 @@ absl::Status Linear::RunAs(const LinearGroup& group, const LinearRows& rows, con
   if (WantsLibrary(group)) return library_->Run(group, rows, x, y);
   if (TakesAtOnce(group, rows)) {
     kernels::DoraLinearPrefillParams params;
+    params.isa = isa_;
     params.shape = ShapeOf(group);
     params.rows = static_cast<int32_t>(rows.rows);
     params.max_rank = rows.adapted ? kMaxRank : 0;
