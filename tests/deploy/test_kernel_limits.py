@@ -22,13 +22,14 @@ def table(*arguments: str) -> list[str]:
     return run.stdout.splitlines()
 
 
-def test_norms_do_not_spill() -> None:
-    lines = table("--units", "norm_gemm_mma", "--targets", "86")
+@pytest.mark.parametrize(("unit", "kernels"), [("norm_gemm_mma", 5), ("linear_prefill_mma", 2)])
+def test_the_widest_kernels_do_not_spill(unit: str, kernels: int) -> None:
+    lines = table("--units", unit, "--targets", "86")
     assert lines[0].endswith("| sm_86 |")
-    assert len(lines) == 2 + 5
+    assert len(lines) == 2 + kernels
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(1800)
 def test_nothing_spills_on_any_target() -> None:
-    assert len(table()) > 2 + 13
+    assert len(table()) > 2 + 15
