@@ -5,6 +5,7 @@
 #include "gtest/gtest.h"
 #include "kernels/dora/linear_prefill_kernel.cuh"
 #include "kernels/dora/linear_prefill_mma.cuh"
+#include "kernels/dora/linear_project.cuh"
 #include "tests/emulation/emulator.h"
 #include "tests/emulation/random_layer.h"
 
@@ -127,6 +128,66 @@ class Layer : public RandomLayer {
     return y;
   }
 
+  // Up to 32 rows through DoraLinear's kernel for every GPU.
+  std::vector<float> RunDecode(int first_row, int rows) {
+    using Isa = MmaIsa<2>;
+    constexpr int kPanel = 32;
+    using Config = ProjectConfig<Isa, 1, kPanel, true>;
+    using Shared = typename ProjectBlock<Isa, 1, kPanel, true>::Shared;
+    constexpr uint32_t kDynamic = RoundUp(sizeof(Shared), 1024);
+    const int in = case_.shape.in;
+    std::vector<RowSegment> segments;
+    for (const RowSegment& segment : case_.segments) {
+      const int begin = std::max(segment.begin - first_row, 0);
+      const int end = std::min(segment.end - first_row, rows);
+      if (begin < end) segments.push_back({segment.slot, begin, end});
+    }
+    const auto num_segments = static_cast<int32_t>(segments.size());
+    segments.resize(rows);
+    std::vector<float> y(size_t{1} * rows * out_, NAN);
+    LinearSignals signals = {};
+    LinearArgs args = {};
+    args.p.shape = case_.shape;
+    args.p.rows = rows;
+    args.p.max_rank = max_rank_;
+    args.p.x = x_.data() + size_t{1} * first_row * in;
+    args.p.w = w_.data();
+    args.p.bias = args_.p.bias;
+    args.p.table = args_.p.table;
+    args.p.segments = segments.data();
+    args.p.num_segments = &num_segments;
+    args.p.y = y.data();
+    args.p.y_fp32 = true;
+    args.plan = PlanMmaLinear(case_.shape, rows, 1, kLinearSlices);
+    args.plan.panel_rows = kPanel;
+    args.plan.panels = CeilDiv(out_, kPanel);
+    std::copy_n(args_.part_begin, kDoraLinearMaxParts + 1, args.part_begin);
+    args.x_rows = RoundUp(rows, 16);
+    args.siblings = 1;
+    args.stages = 3;
+    args.flight = 2;
+    args.ldh = RoundUp(max_rank_, 8);
+    args.signals = &signals;
+    std::vector<Bf16> h(size_t{1} * case_.shape.parts * rows * args.ldh, __float2bfloat16(NAN));
+    std::vector<float> shares(h.size() * kLinearSlices, NAN);
+    args.h = h.data();
+    args.shares = shares.data();
+    typename Isa::Matrix w_map, x_map;
+    EncodeMatrix(w_.data(), out_, in, in, kPanel, &w_map);
+    EncodeMatrix(args.p.x, rows, in, in, args.x_rows, &x_map);
+    const int stage_bytes =
+        Config::kWeightBytes + Config::kStageChunks * args.x_rows * 2 * kLinearStageK;
+    Grid grid(
+        kLinearSlices, Config::kThreads, 1, kDynamic + args.stages * stage_bytes,
+        [] { return true; },
+        [&] {
+          auto& shared = *reinterpret_cast<Shared*>(emulation::ThisBlock().shared);
+          RunProject<Isa, 1, kPanel, true>(&w_map, &x_map, &x_map, args, shared, kDynamic);
+        });
+    Emulator::Get().Run({&grid});
+    return y;
+  }
+
   // What a row of y is to be, as fp32.
   std::vector<float> Expected(int row, int slot, KernelIsa isa) const {
     const DoraLinearShape& shape = case_.shape;
@@ -229,6 +290,21 @@ TEST_P(EmulatedLinearPrefillTest, SumsOfEveryGpuAreThoseOfThePlanWithoutPieces) 
   ExpectTheSameBits(layer, y, /*y_fp32=*/false, KernelIsa::kMma);
   ASSERT_NO_THROW(y = layer.RunMma<256>(/*y_fp32=*/false, /*blocks=*/4, /*stages=*/4));
   ExpectTheSameBits(layer, y, /*y_fp32=*/false, KernelIsa::kMma);
+}
+
+TEST_P(EmulatedLinearPrefillTest, ARowHasTheBitsOfADecodeStepOnEveryGpu) {
+  Layer layer(GetParam(), &emulator_.random());
+  std::vector<float> y;
+  ASSERT_NO_THROW(y = layer.RunMma<128>(/*y_fp32=*/true, /*blocks=*/3, /*stages=*/3));
+  for (const int first : {0, 89, 120, 250}) {
+    constexpr int kRows = 17;
+    std::vector<float> decoded;
+    ASSERT_NO_THROW(decoded = layer.RunDecode(first, kRows));
+    EXPECT_EQ(std::memcmp(decoded.data(), &y[size_t{1} * first * layer.out()],
+                          decoded.size() * sizeof(float)),
+              0)
+        << "from row " << first;
+  }
 }
 
 const Case kCases[] = {
