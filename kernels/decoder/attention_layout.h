@@ -16,6 +16,7 @@
 namespace dorad::kernels {
 
 inline constexpr int kAttentionTile = 64;
+static_assert(kAttentionTile == kKvListTokens);
 inline constexpr int kAttentionTilePages = kAttentionTile / kKvPageTokens;
 inline constexpr int kAttentionChunk = 128;
 inline constexpr int kAttentionMaxGroup = 16;

@@ -7,6 +7,8 @@ namespace dorad::kernels {
 
 // Tokens of one page of the key/value cache.
 inline constexpr int32_t kKvPageTokens = 16;
+// Lists of pages are read from a multiple of so many positions on.
+inline constexpr int32_t kKvListTokens = 64;
 
 // Of sequences with a recurrence. A state's pages follow each other in StepRows::pages.
 struct StepStates {
@@ -23,6 +25,8 @@ struct StepRows {
   const int32_t* sequences = nullptr;  // [rows], index of the row's sequence in this step
   // Pages of sequence s: pages[page_begin[s] ...]; position p lies in its page p / kKvPageTokens. A
   // page's number is its distance from the begin of a layer's keys or values, in pages of these.
+  // With a window the list may begin later: at the first position that a row sees, rounded down to
+  // kKvListTokens. Then page_begin is where it would begin, and may be negative.
   const int32_t* page_begin = nullptr;  // [sequences]
   const int32_t* pages = nullptr;
   // [rows, 3], positions of the rotary embedding: time, height, width. Null: all are `positions`.

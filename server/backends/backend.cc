@@ -12,7 +12,7 @@ namespace {
 
 KvSizes KvSizesOf(const Config& config, const model::ModelConfig& model) {
 #ifdef DORAD_CUDA
-  if (config.model.device != "cpu") return CudaKvSizes(model);
+  if (config.model.device != "cpu") return CudaKvSizes(config, model);
 #endif
   return CpuKvSizes(config, model);
 }

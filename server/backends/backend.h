@@ -18,6 +18,7 @@
 #include "server/adapter/publish/builder.h"
 #include "server/adapter/residency/host_copies.h"
 #include "server/backends/weights_lease.h"
+#include "server/engine/kv_needs.h"
 #include "server/engine/model_runner.h"
 #include "server/model/model_config.h"
 #include "server/model/weight_layout.h"
@@ -28,7 +29,7 @@ namespace dorad {
 // Of the KV cache.
 struct KvSizes {
   int64_t page_bytes = 0;
-  int64_t state_pages = 0;  // engine::ModelRunner::state_pages
+  engine::KvNeeds needs;  // of a sequence
 };
 
 class Backend {
@@ -135,6 +136,6 @@ absl::Status CheckCudaConfig(const Config& config, const model::ModelConfig& mod
 // Why a GPU does not serve the tower: INVALID_ARGUMENT (MODEL_UNSUPPORTED).
 absl::Status CheckCudaTower(const model::VisionConfig& vision);
 KvSizes CpuKvSizes(const Config& config, const model::ModelConfig& model);
-KvSizes CudaKvSizes(const model::ModelConfig& model);
+KvSizes CudaKvSizes(const Config& config, const model::ModelConfig& model);
 
 }  // namespace dorad

@@ -18,11 +18,8 @@ std::string FolderName(const std::string& path) {
   return (normal.has_filename() ? normal : normal.parent_path()).filename().string();
 }
 
-int64_t PagesFor(int64_t tokens) {
-  return (tokens + engine::kKvPageTokens - 1) / engine::kKvPageTokens;
-}
-
-int64_t StatesOf(const KvSizes& sizes) { return engine::kMostStates * sizes.state_pages; }
+// For a sequence of a token and the next one's block.
+int64_t LeastPages(const engine::KvNeeds& needs) { return needs.PagesFor(1) + needs.groups(); }
 
 }  // namespace
 
@@ -38,7 +35,7 @@ absl::StatusOr<int64_t> ContextLength(const model::ModelConfig& model, int64_t m
 
 absl::StatusOr<int64_t> KvPages(int64_t kv_bytes, const KvSizes& sizes) {
   const int64_t pages = kv_bytes / sizes.page_bytes;
-  const int64_t least = 2 + StatesOf(sizes);
+  const int64_t least = LeastPages(sizes.needs);
   if (pages < least) {
     return MakeInvalid(
         "engine", {{"engine.kv_bytes", "KV_TOO_SMALL",
@@ -55,9 +52,8 @@ bool FactorsInBf16(const Config& config) {
 
 int64_t AutoKvPages(int64_t available, const KvSizes& sizes, int64_t context_length,
                     int64_t max_running_sequences) {
-  const int64_t states = StatesOf(sizes);
-  const int64_t usable = max_running_sequences * (PagesFor(context_length) + states);
-  return std::max(2 + states, std::min(available / sizes.page_bytes, usable));
+  const int64_t usable = max_running_sequences * sizes.needs.PagesFor(context_length);
+  return std::max(LeastPages(sizes.needs), std::min(available / sizes.page_bytes, usable));
 }
 
 absl::Status Backend::Describe(const Config& config, const model::ModelConfig& model,
@@ -69,17 +65,16 @@ absl::Status Backend::Describe(const Config& config, const model::ModelConfig& m
   } else {
     DORAD_ASSIGN_OR_RETURN(info_.kv_pages, KvPages(config.engine.kv_bytes, kv));
   }
-  const int64_t states = StatesOf(kv);
-  const int64_t whole = PagesFor(info_.context_length) + states;
+  const int64_t whole = kv.needs.PagesFor(info_.context_length);
   info_.whole_context_kv_bytes = whole * kv.page_bytes;
-  if (states > 0) {
+  if (kv.needs.state_pages > 0) {
     LogInfo("each running sequence has a recurrent state in the KV cache",
-            {{"bytes", kv.state_pages * kv.page_bytes}});
+            {{"bytes", kv.needs.state_pages * kv.page_bytes}});
   }
   if (info_.kv_pages < whole) {
     LogWarning("the KV cache is smaller than one whole context: longer requests are refused",
                {{"context_length", info_.context_length},
-                {"kv_tokens", (info_.kv_pages - states) * engine::kKvPageTokens},
+                {"kv_tokens", kv.needs.TokensIn(info_.kv_pages)},
                 {"engine.kv_bytes_needed", info_.whole_context_kv_bytes}});
   }
   info_.kv_bytes = info_.kv_pages * kv.page_bytes;

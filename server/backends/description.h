@@ -16,7 +16,7 @@ absl::StatusOr<int64_t> ContextLength(const model::ModelConfig& model, int64_t m
 // KV pages in `kv_bytes`. INVALID_ARGUMENT (KV_TOO_SMALL).
 absl::StatusOr<int64_t> KvPages(int64_t kv_bytes, const KvSizes& sizes);
 // Pages of an automatic KV cache: as many as fit into `available` bytes, but not more than
-// max_running_sequences of a whole context can use, and at least 2 beside the states.
+// max_running_sequences of a whole context can use, and at least two blocks beside the states.
 int64_t AutoKvPages(int64_t available, const KvSizes& sizes, int64_t context_length,
                     int64_t max_running_sequences);
 // Whether fp32 factors of adapters are rounded to bf16 for serving (adapters.dtype).

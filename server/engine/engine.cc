@@ -9,6 +9,7 @@
 
 #include "server/engine/admission.h"
 #include "server/engine/engine_loop.h"
+#include "server/engine/kv_needs.h"
 #include "server/engine/model_runner.h"
 #include "server/engine/request.h"
 #include "server/engine/stats_board.h"
@@ -47,7 +48,9 @@ EngineLimits LimitsOf(const EngineOptions& options, int64_t kv_tokens) {
 struct Engine::Impl {
   Impl(const EngineOptions& options, std::unique_ptr<ModelRunner> runner, Metrics* metrics)
       : prefix_cache(options.prefix_cache),
-        kv_tokens((runner->kv_pages() - kMostStates * runner->state_pages()) * kKvPageTokens),
+        kv_tokens(
+            KvNeeds{runner->windows(), runner->state_pages(), options.max_step_tokens}.TokensIn(
+                runner->kv_pages())),
         rules{options.eos_token_ids, LimitsOf(options, kv_tokens).context_length},
         admission(LimitsOf(options, kv_tokens), metrics),
         loop(options, rules, std::move(runner), &admission, &board, metrics),

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string_view>
 
+#include "server/engine/kv_needs.h"
 #include "server/platform/check.h"
 #include "server/platform/error.h"
 #include "server/platform/log.h"
@@ -25,8 +26,8 @@ KvPages::Chunks ChunksOf(ModelRunner& runner) {
 
 // A smaller cache could never finish the longest sequence.
 int64_t LeastPages(const EngineOptions& options, int64_t max_length, const ModelRunner& runner) {
-  const int64_t longest = (max_length + kKvPageTokens - 1) / kKvPageTokens;
-  return std::max(options.kv_min_pages, longest + kMostStates * runner.state_pages());
+  const KvNeeds needs{runner.windows(), runner.state_pages(), options.max_step_tokens};
+  return std::max(options.kv_min_pages, needs.PagesFor(max_length));
 }
 
 }  // namespace
@@ -40,7 +41,7 @@ EngineLoop::EngineLoop(const EngineOptions& options, StopRules rules,
       admission_(admission),
       board_(board),
       metrics_(metrics),
-      pages_(runner->kv_pages(), ChunksOf(*runner)),
+      pages_(runner->kv_pages(), ChunksOf(*runner), runner->windows()),
       balloon_(&pages_, runner->kv_chunks(), LeastPages(options, rules_.max_length, *runner),
                options.kv_shrink_hold, metrics),
       weights_(metrics),
@@ -161,7 +162,7 @@ void EngineLoop::BeginSteps() {
     return;
   }
   if (pages_.released() > 0) {
-    balloon_.Grow(scheduler_.running() + scheduler_.shortage(), SteadyNow());
+    balloon_.Grow(scheduler_.reserve() + scheduler_.shortage(), SteadyNow());
   }
   if (!HasRoom()) return;  // a step that awaits drafts
   while (HasRoom() && BeginStep()) {
@@ -393,6 +394,7 @@ void EngineLoop::PublishStats() {
   stats.kv_shrinkable_bytes = kv_released_ ? 0 : balloon_.shrinkable_bytes();
   stats.kv_short = may_step() && pages_.released() > 0 && scheduler_.shortage() > 0;
   stats.kv_page_tokens = static_cast<int>(kKvPageTokens);
+  stats.kv_layer_groups = static_cast<int>(pages_.groups());
   stats.steps = pipeline_.steps_finished();
   stats.paused = pauses_.all();
   stats.asleep = asleep_since_.has_value();

@@ -29,11 +29,12 @@ PrefixNode PrefixRoot(std::string_view adapter_digest, std::string_view salt,
   return root;
 }
 
-KvPages::KvPages(int64_t pages, Chunks chunks)
+KvPages::KvPages(int64_t pages, Chunks chunks, std::vector<int64_t> windows)
     : pages_(static_cast<size_t>(pages)),
       lead_(chunks.lead),
       shift_(std::bit_width(
-          static_cast<uint64_t>(chunks.pages > 0 ? chunks.pages - 1 : pages + chunks.lead - 1))) {
+          static_cast<uint64_t>(chunks.pages > 0 ? chunks.pages - 1 : pages + chunks.lead - 1))),
+      windows_(std::move(windows)) {
   DORAD_CHECK(pages > 0 && lead_ >= 0 && lead_ < int64_t{1} << shift_);
   DORAD_CHECK(chunks.pages == 0 || chunks.pages == int64_t{1} << shift_);
   chunks_.resize(static_cast<size_t>(((pages + lead_ - 1) >> shift_) + 1));
@@ -63,7 +64,9 @@ bool KvPages::Allocate(int64_t count, std::vector<int32_t>* to) {
 }
 
 void KvPages::Release(std::vector<int32_t>* pages) {
-  for (auto it = pages->rbegin(); it != pages->rend(); ++it) Release(*it);
+  for (auto it = pages->rbegin(); it != pages->rend(); ++it) {
+    if (*it >= 0) Release(*it);
+  }
   pages->clear();
 }
 
@@ -72,7 +75,7 @@ void KvPages::Release(int32_t page) {
   if (--pages_[page].references > 0) return;
   Chunk& chunk = ChunkOf(page);
   SetUsed(&chunk, chunk.used - 1);
-  if (pages_[page].is_cached()) {
+  if (pages_[page].prefix != nullptr) {
     AppendCached(page);
   } else {
     Free(page);
@@ -86,89 +89,165 @@ void KvPages::Share(absl::Span<const int32_t> pages, std::vector<int32_t>* to) {
   }
 }
 
+void KvPages::ReleaseBehind(int64_t position, int64_t end, std::vector<int32_t>* pages) {
+  for (int64_t group = 0; group < groups(); ++group) {
+    for (int64_t block = std::min(end, FirstBlockSeen(windows_[group], position)); block-- > 0;) {
+      int32_t& page = (*pages)[block * groups() + group];
+      if (page < 0) break;
+      Release(std::exchange(page, -1));
+    }
+  }
+}
+
 void KvPages::MatchPrefix(absl::Span<const TokenId> tokens, PrefixNode* node,
                           std::vector<int32_t>* to) {
-  while (static_cast<int64_t>(tokens.size()) >= kKvPageTokens) {
-    const auto child = children_.find({*node, tokens.first(kKvPageTokens)});
-    if (child == children_.end()) return;
-    Acquire(child->second.page);
-    to->push_back(child->second.page);
-    *node = child->second.node;
+  std::vector<const Prefix*> path;
+  // Of each group, the block from which on no page is missing.
+  std::vector<int64_t> whole_from(windows_.size());
+  size_t usable = 0;
+  for (PrefixNode at = *node; static_cast<int64_t>(tokens.size()) >= kKvPageTokens;) {
+    const auto found = by_key_.find({at, tokens.first(kKvPageTokens)});
+    if (found == by_key_.end()) break;
+    const Prefix* const prefix = found->second;
+    path.push_back(prefix);
+    const auto end = static_cast<int64_t>(path.size());
+    bool is_usable = true;
+    for (size_t group = 0; group < windows_.size(); ++group) {
+      if (prefix->pages[group] < 0) whole_from[group] = end;
+      is_usable =
+          is_usable && whole_from[group] <= FirstBlockSeen(windows_[group], end * kKvPageTokens);
+    }
+    if (is_usable) usable = path.size();
+    at = prefix->node;
     tokens.remove_prefix(kKvPageTokens);
+  }
+  if (usable == 0) return;
+  *node = path[usable - 1]->node;
+  const int64_t end = static_cast<int64_t>(usable) * kKvPageTokens;
+  for (size_t block = 0; block < usable; ++block) {
+    for (size_t group = 0; group < windows_.size(); ++group) {
+      const bool is_seen = static_cast<int64_t>(block) >= FirstBlockSeen(windows_[group], end);
+      to->push_back(is_seen ? path[block]->pages[group] : -1);
+      if (to->back() >= 0) Acquire(to->back());
+    }
   }
 }
 
 int64_t KvPages::MatchPart(const PrefixNode& node, absl::Span<const TokenId> tokens,
-                           int32_t* page) const {
-  const auto children = by_parent_.find(node);
-  if (children == by_parent_.end()) return 0;
+                           std::vector<int32_t>* pages) const {
+  const auto found = prefixes_.find(node);
+  if (found == prefixes_.end()) return 0;
+  const auto& children = found->second->children;
   constexpr size_t kMost = 64;  // of a prefix with very many continuations
   int64_t best = 0;
-  const size_t count = std::min(children->second.size(), kMost);
+  const size_t count = std::min(children.size(), kMost);
   for (size_t i = 0; i < count; ++i) {
-    const int32_t child = children->second[i];
-    const auto& held = pages_[child].key.tokens;
+    const Prefix& child = *children[i];
+    const auto& held = child.key.tokens;
     const auto end = std::mismatch(tokens.begin(), tokens.end(), held.begin(), held.end());
     if (end.first - tokens.begin() <= best) continue;
+    if (std::count(child.pages.begin(), child.pages.end(), -1) > 0) continue;
     best = end.first - tokens.begin();
-    *page = child;
+    pages->assign(child.pages.begin(), child.pages.end());
   }
   return best;
 }
 
-PrefixNode KvPages::Register(const PrefixNode& parent, absl::Span<const TokenId> tokens,
-                             int32_t page, absl::Span<const int32_t> state) {
-  DORAD_CHECK(pages_[page].references > 0);
-  const PrefixKey key(parent, tokens);
-  const auto keep_state = [&](int32_t owner) {
-    if (state.empty() || !pages_[owner].state.empty()) return;
-    for (const int32_t part : state) {
-      DORAD_CHECK(pages_[part].references > 0 && !pages_[part].is_cached());
-      pages_[part].state_of = owner;
-    }
-    pages_[owner].state.assign(state.begin(), state.end());
-  };
-  const auto known = children_.find(key);
-  if (known != children_.end()) {
-    keep_state(known->second.page);
-    return known->second.node;
+KvPages::Prefix* KvPages::AddPrefix(const PrefixKey& key) {
+  std::unique_ptr<Prefix>& parent = prefixes_[key.parent];
+  if (parent == nullptr) {
+    parent = std::make_unique<Prefix>();
+    parent->node = key.parent;
   }
-  // A shared page may still be registered under an evicted parent; no path leads to it.
-  if (pages_[page].registered) Unregister(page);
-  const PrefixNode node{0, next_node_++};
-  children_.emplace(key, Child{node, page});
-  by_parent_[parent].push_back(page);
-  pages_[page].registered = true;
-  pages_[page].key = key;
-  keep_state(page);
-  return node;
+  auto added = std::make_unique<Prefix>();
+  Prefix* const prefix = added.get();
+  prefix->node = {0, next_node_++};
+  prefix->key = key;
+  prefix->parent = parent.get();
+  prefix->pages.assign(windows_.size(), -1);
+  parent->children.push_back(prefix);
+  by_key_.emplace(key, prefix);
+  prefixes_.emplace(prefix->node, std::move(added));
+  return prefix;
+}
+
+PrefixNode KvPages::Register(const PrefixNode& parent, absl::Span<const TokenId> tokens,
+                             absl::Span<const int32_t> pages, absl::Span<const int32_t> state) {
+  DORAD_CHECK(pages.size() == windows_.size());
+  const PrefixKey key(parent, tokens);
+  const auto known = by_key_.find(key);
+  const bool is_root = parent.hi != 0;
+  const bool is_reachable = is_root || prefixes_.contains(parent);
+  const bool has_pages = std::any_of(pages.begin(), pages.end(), [](int32_t p) { return p >= 0; });
+  if (known == by_key_.end() && !(is_reachable && has_pages)) return {0, next_node_++};
+  Prefix* const prefix = known == by_key_.end() ? AddPrefix(key) : known->second;
+  for (size_t group = 0; group < pages.size(); ++group) {
+    const int32_t page = pages[group];
+    if (page < 0 || prefix->pages[group] >= 0) continue;
+    DORAD_CHECK(pages_[page].references > 0 && pages_[page].prefix == nullptr);
+    pages_[page].prefix = prefix;
+    prefix->pages[group] = page;
+  }
+  if (!state.empty() && prefix->state.empty()) {
+    for (const int32_t part : state) {
+      DORAD_CHECK(pages_[part].references > 0 && pages_[part].prefix == nullptr);
+      pages_[part].prefix = prefix;
+    }
+    prefix->state.assign(state.begin(), state.end());
+  }
+  return prefix->node;
 }
 
 void KvPages::CutToState(const PrefixNode& root, std::vector<int32_t>* pages, PrefixNode* node,
                          std::vector<int32_t>* state) {
-  while (!pages->empty() && pages_[pages->back()].state.empty()) {
+  while (!pages->empty() && pages_[pages->back()].prefix->state.empty()) {
     const int32_t page = pages->back();
     pages->pop_back();
-    *node = pages->empty() ? root : pages_[page].key.parent;
+    *node = pages->empty() ? root : pages_[page].prefix->key.parent;
     Release(page);
   }
-  if (!pages->empty()) Share(pages_[pages->back()].state, state);
+  if (!pages->empty()) Share(pages_[pages->back()].prefix->state, state);
 }
 
 void KvPages::Evict(int32_t page) {
-  if (pages_[page].state_of >= 0) return ForgetState(pages_[page].state_of);
+  Prefix* const prefix = pages_[page].prefix;
+  if (std::count(prefix->pages.begin(), prefix->pages.end(), page) == 0) {
+    return ForgetState(prefix);
+  }
   RemoveCached(page);
   Unregister(page);
   Free(page);
 }
 
-void KvPages::ForgetState(int32_t page) {
-  for (const int32_t part : std::exchange(pages_[page].state, {})) {
+void KvPages::ForgetState(Prefix* prefix) {
+  for (const int32_t part : std::exchange(prefix->state, {})) {
     if (pages_[part].references == 0) {
       RemoveCached(part);
       Free(part);
     }
-    pages_[part].state_of = -1;
+    pages_[part].prefix = nullptr;
+  }
+}
+
+void KvPages::Unregister(int32_t page) {
+  Prefix* const prefix = std::exchange(pages_[page].prefix, nullptr);
+  ForgetState(prefix);
+  *std::find(prefix->pages.begin(), prefix->pages.end(), page) = -1;
+  Prune(prefix);
+}
+
+void KvPages::Prune(Prefix* prefix) {
+  while (prefix != nullptr && prefix->children.empty() &&
+         std::all_of(prefix->pages.begin(), prefix->pages.end(), [](int32_t p) { return p < 0; })) {
+    Prefix* const parent = prefix->parent;
+    if (parent != nullptr) {
+      std::swap(*std::find(parent->children.begin(), parent->children.end(), prefix),
+                parent->children.back());
+      parent->children.pop_back();
+      by_key_.erase(prefix->key);
+    }
+    prefixes_.erase(PrefixNode(prefix->node));
+    prefix = parent;
   }
 }
 
@@ -199,7 +278,7 @@ std::vector<int32_t> KvPages::Shrink(int64_t count, int64_t floor) {
   for (const int32_t index : shrinkable) {
     Chunk& chunk = chunks_[index];
     for (int32_t page = chunk.begin; page < chunk.end; ++page) {
-      if (pages_[page].is_cached()) Evict(page);
+      if (pages_[page].prefix != nullptr) Evict(page);
     }
     free_ -= static_cast<int64_t>(chunk.free.size());
     released_ += chunk.size();
@@ -249,7 +328,7 @@ void KvPages::SetUsed(Chunk* chunk, int32_t used) {
 std::vector<int32_t> KvPages::Filled() const {
   std::vector<int32_t> filled;
   for (size_t i = 0; i < pages_.size(); ++i) {
-    if (pages_[i].references > 0 || pages_[i].is_cached())
+    if (pages_[i].references > 0 || pages_[i].prefix != nullptr)
       filled.push_back(static_cast<int32_t>(i));
   }
   return filled;
@@ -262,18 +341,6 @@ void KvPages::Acquire(int32_t page) {
   SetUsed(&chunk, chunk.used + 1);
 }
 
-void KvPages::Unregister(int32_t page) {
-  DORAD_CHECK(pages_[page].registered);
-  ForgetState(page);
-  children_.erase(pages_[page].key);
-  const auto siblings = by_parent_.find(pages_[page].key.parent);
-  std::swap(*std::find(siblings->second.begin(), siblings->second.end(), page),
-            siblings->second.back());
-  siblings->second.pop_back();
-  if (siblings->second.empty()) by_parent_.erase(siblings);
-  pages_[page].registered = false;
-}
-
 void KvPages::AppendCached(int32_t page) {
   pages_[page].older = newest_;
   pages_[page].newer = -1;
@@ -284,7 +351,7 @@ void KvPages::AppendCached(int32_t page) {
 
 void KvPages::RemoveCached(int32_t page) {
   const Page& p = pages_[page];
-  DORAD_CHECK(p.is_cached());
+  DORAD_CHECK(p.prefix != nullptr);
   (p.older >= 0 ? pages_[p.older].newer : oldest_) = p.newer;
   (p.newer >= 0 ? pages_[p.newer].older : newest_) = p.older;
   --cached_;
@@ -304,13 +371,13 @@ void KvPages::CheckIntegrity() const {
     int32_t used = 0;
     for (int32_t page = chunk.begin; page < chunk.end; ++page) {
       used += pages_[page].references > 0;
-      DORAD_CHECK(!chunk.is_shared || !pages_[page].is_cached());
+      DORAD_CHECK(!chunk.is_shared || pages_[page].prefix == nullptr);
       if (chunk.is_shared) ++lists[page];  // its only list
     }
     DORAD_CHECK(used == chunk.used);
     for (const int32_t page : chunk.free) {
       DORAD_CHECK(page >= chunk.begin && page < chunk.end);
-      DORAD_CHECK(pages_[page].references == 0 && !pages_[page].is_cached());
+      DORAD_CHECK(pages_[page].references == 0 && pages_[page].prefix == nullptr);
       ++lists[page];
     }
   }
@@ -318,34 +385,40 @@ void KvPages::CheckIntegrity() const {
   DORAD_CHECK(free == free_ && released == released_ && without_holders == without_holders_);
   int64_t cached = 0;
   for (int32_t page = oldest_; page >= 0; page = pages_[page].newer) {
-    DORAD_CHECK(pages_[page].references == 0 && pages_[page].is_cached());
+    DORAD_CHECK(pages_[page].references == 0 && pages_[page].prefix != nullptr);
     ++lists[page];
     ++cached;
   }
   DORAD_CHECK(cached == cached_);
-  size_t registered = 0;
+  size_t of_prefixes = 0;
   for (size_t i = 0; i < pages_.size(); ++i) {
     DORAD_CHECK(lists[i] == (pages_[i].references == 0 ? 1 : 0));
-    for (const int32_t part : pages_[i].state) {
-      DORAD_CHECK(pages_[i].registered && pages_[part].state_of == static_cast<int32_t>(i));
-    }
-    if (const int32_t owner = pages_[i].state_of; owner >= 0) {
-      const std::vector<int32_t>& state = pages_[owner].state;
-      DORAD_CHECK(!pages_[i].registered);
-      DORAD_CHECK(std::count(state.begin(), state.end(), static_cast<int32_t>(i)) == 1);
-    }
-    if (!pages_[i].registered) continue;
-    ++registered;
-    const auto child = children_.find(pages_[i].key);
-    DORAD_CHECK(child != children_.end() && child->second.page == static_cast<int32_t>(i));
+    of_prefixes += pages_[i].prefix != nullptr;
   }
-  DORAD_CHECK(registered == children_.size());
-  for (const auto& [parent, children] : by_parent_) {
-    DORAD_CHECK(!children.empty());
-    registered -= children.size();
-    for (const int32_t page : children) DORAD_CHECK(pages_[page].key.parent == parent);
+  size_t children = 0;
+  for (const auto& [node, prefix] : prefixes_) {
+    DORAD_CHECK(node == prefix->node);
+    const bool has_pages = std::any_of(prefix->pages.begin(), prefix->pages.end(),
+                                       [](int32_t page) { return page >= 0; });
+    DORAD_CHECK(has_pages || (prefix->state.empty() && !prefix->children.empty()));
+    for (const auto& list :
+         {absl::MakeConstSpan(prefix->pages), absl::MakeConstSpan(prefix->state)}) {
+      for (const int32_t page : list) {
+        if (page < 0) continue;
+        DORAD_CHECK(pages_[page].prefix == prefix.get());
+        --of_prefixes;
+      }
+    }
+    children += prefix->children.size();
+    for (const Prefix* child : prefix->children) {
+      DORAD_CHECK(child->parent == prefix.get() && child->key.parent == node);
+      DORAD_CHECK(by_key_.at(child->key) == child);
+    }
   }
-  DORAD_CHECK(registered == 0);
+  DORAD_CHECK(of_prefixes == 0 && children == by_key_.size());
+  DORAD_CHECK(std::all_of(prefixes_.begin(), prefixes_.end(), [](const auto& of_node) {
+    return (of_node.first.hi != 0) == (of_node.second->parent == nullptr);
+  }));
 }
 
 }  // namespace dorad::engine

@@ -7,16 +7,22 @@
 // Pages are grouped in chunks. A chunk's memory can be released while none of its pages is held.
 // Low chunks are filled first, so that high ones become empty.
 //
+// A block is kKvPageTokens positions. It has a page for each group of layers
+// (ModelRunner::windows); of a group with a window, blocks that no row sees any more have none.
+//
 // A model with a recurrence has a state after each prefix, too: some whole pages. A prefix's state
 // is cached with the prefix's last page, and forgotten before it or with it.
 //
-// A prefix is named by a node: (parent node, the page's tokens). Nodes are compared token by token,
-// so a hash collision cannot mix contents up; the root stands for one adapter version, one tenant
-// and one salt (SHA-256 of all three), never for a name. Confined to the engine thread; no torch.
+// A prefix is named by a node: (parent node, the block's tokens). Nodes are compared token by
+// token, so a hash collision cannot mix contents up; the root stands for one adapter version, one
+// tenant and one salt (SHA-256 of all three), never for a name. A prefix is known while it has a
+// cached page or a longer one is known: a page is evicted by itself, and what sees past it through
+// a window remains of use. Confined to the engine thread; no torch.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -29,8 +35,8 @@
 
 namespace dorad::engine {
 
-// A place in the trie of prefixes. Node ids are never reused, so a node of an evicted page matches
-// nothing.
+// A place in the trie of prefixes. Node ids are never reused, so a node of a forgotten prefix
+// matches nothing.
 struct PrefixNode {
   uint64_t hi = 0;
   uint64_t lo = 0;
@@ -41,7 +47,7 @@ struct PrefixNode {
   }
 };
 
-// The tokens after `parent`: a page's, or fewer, then followed by -1.
+// The tokens after `parent`: a block's, or fewer, then followed by -1.
 struct PrefixKey {
   PrefixKey() = default;
   PrefixKey(const PrefixNode& parent, absl::Span<const TokenId> next);
@@ -69,7 +75,8 @@ class KvPages {
     int64_t lead = 0;
   };
   explicit KvPages(int64_t pages) : KvPages(pages, Chunks()) {}
-  KvPages(int64_t pages, Chunks chunks);
+  // windows: ModelRunner's.
+  KvPages(int64_t pages, Chunks chunks, std::vector<int64_t> windows = {0});
   ~KvPages();  // CHECKs that no reference is left
   KvPages(const KvPages&) = delete;
   KvPages& operator=(const KvPages&) = delete;
@@ -78,32 +85,41 @@ class KvPages {
   // and no change if there are not enough.
   [[nodiscard]] bool Allocate(int64_t count, std::vector<int32_t>* to);
   // Drops one reference of each page, last page first (so that the ends of prefixes are evicted
-  // before their beginnings), and clears the list.
+  // before their beginnings), and clears the list. -1 stands for no page.
   void Release(std::vector<int32_t>* pages);
   void Release(int32_t page);
   // One more reference of each page, appended to *to.
   void Share(absl::Span<const int32_t> pages, std::vector<int32_t>* to);
   void Acquire(int32_t page);
+  // Releases those of a sequence's pages, below block `end`, that no row from `position` on sees.
+  // REQUIRES: the blocks with pages of a group follow one another.
+  void ReleaseBehind(int64_t position, int64_t end, std::vector<int32_t>* pages);
 
-  // Walks the trie from *node along whole pages of tokens. Adds a reference to each page found,
-  // appends it to *to and advances *node.
+  int64_t groups() const { return static_cast<int64_t>(windows_.size()); }
+  const std::vector<int64_t>& windows() const { return windows_; }
+
+  // Walks the trie from *node along whole blocks of tokens, as far as all pages that the next row
+  // sees are there. Adds a reference to each of these, appends the blocks' pages to *to (-1 for
+  // those that no later row sees) and advances *node. REQUIRES: *node is a root, *to empty.
   void MatchPrefix(absl::Span<const TokenId> tokens, PrefixNode* node, std::vector<int32_t>* to);
-  // The page with the most of these tokens after the node, from the first one on. Returns their
-  // number; 0: there is none.
-  int64_t MatchPart(const PrefixNode& node, absl::Span<const TokenId> tokens, int32_t* page) const;
-  // Makes a held page with these tokens after `parent`, at most kKvPageTokens, reusable, and held
-  // pages with the state after them, if there are any. Returns its node; an equal one registered
-  // earlier keeps its page, and its state. MatchPrefix does not find a page with fewer tokens.
-  PrefixNode Register(const PrefixNode& parent, absl::Span<const TokenId> tokens, int32_t page,
-                      absl::Span<const int32_t> state = {});
+  // The block with the most of these tokens after the node, from the first one on, and all its
+  // pages. Returns their number; 0: there is none.
+  int64_t MatchPart(const PrefixNode& node, absl::Span<const TokenId> tokens,
+                    std::vector<int32_t>* pages) const;
+  // Makes held pages with these tokens after `parent`, at most a block, reusable: one of each
+  // group, or -1. And held pages with the state after them, if there are any. Returns their node;
+  // an equal one registered earlier keeps the pages and the state that it has. MatchPrefix does not
+  // find blocks with fewer tokens. After a forgotten prefix nothing is registered.
+  PrefixNode Register(const PrefixNode& parent, absl::Span<const TokenId> tokens,
+                      absl::Span<const int32_t> pages, absl::Span<const int32_t> state = {});
   // Releases pages from the end of a list by MatchPrefix until the last page has a state. Adds a
   // reference to each page of that state, appends them to *state and moves *node back. `root`: the
-  // node of the first page's beginning.
+  // node of the first page's beginning. REQUIRES: there is one group.
   void CutToState(const PrefixNode& root, std::vector<int32_t>* pages, PrefixNode* node,
                   std::vector<int32_t>* state);
   // Whether others may read the page: it is held more than once, or its content is cached.
   bool IsShared(int32_t page) const {
-    return pages_[page].references > 1 || pages_[page].is_cached();
+    return pages_[page].references > 1 || pages_[page].prefix != nullptr;
   }
 
   // Forgets all prefixes: cached pages become free. REQUIRES: no page is held.
@@ -134,17 +150,18 @@ class KvPages {
   void CheckIntegrity() const;
 
  private:
-  struct Child {
+  // A known prefix, by its last block; or a root, with prefixes below it.
+  struct Prefix {
     PrefixNode node;
-    int32_t page = -1;
+    PrefixKey key;
+    Prefix* parent = nullptr;  // nullptr: it is a root
+    absl::InlinedVector<Prefix*, 2> children;
+    absl::InlinedVector<int32_t, 1> pages;  // of each group; -1: not cached. A root has none.
+    std::vector<int32_t> state;             // empty: not cached
   };
   struct Page {
     int32_t references = 0;
-    bool registered = false;
-    PrefixKey key;               // valid if registered
-    std::vector<int32_t> state;  // after a registered page; empty: not cached
-    int32_t state_of = -1;       // the page whose state this one is part of
-    bool is_cached() const { return registered || state_of >= 0; }
+    Prefix* prefix = nullptr;  // whose page, or part of the state, it is
     // Neighbours in the list of cached pages, oldest first; -1 at the ends.
     int32_t older = -1;
     int32_t newer = -1;
@@ -164,11 +181,14 @@ class KvPages {
   void Free(int32_t page);
   int32_t TakeFree();
   void SetUsed(Chunk* chunk, int32_t used);
-  // Frees a cached page and what cannot be found without it.
+  // Frees a cached page; of a state, all pages.
   void Evict(int32_t page);
   void Unregister(int32_t page);
   // Its pages that are not held become free.
-  void ForgetState(int32_t page);
+  void ForgetState(Prefix* prefix);
+  // Forgets the prefix, and those before it, if nothing makes it known.
+  void Prune(Prefix* prefix);
+  Prefix* AddPrefix(const PrefixKey& key);
   void AppendCached(int32_t page);
   void RemoveCached(int32_t page);
 
@@ -180,8 +200,9 @@ class KvPages {
   int64_t free_ = 0;             // in all chunks
   int64_t released_ = 0;         // pages of released chunks
   int64_t without_holders_ = 0;  // chunks that are not released and hold no used page
-  absl::flat_hash_map<PrefixKey, Child> children_;
-  absl::flat_hash_map<PrefixNode, absl::InlinedVector<int32_t, 2>> by_parent_;  // registered pages
+  const std::vector<int64_t> windows_;
+  absl::flat_hash_map<PrefixNode, std::unique_ptr<Prefix>> prefixes_;
+  absl::flat_hash_map<PrefixKey, Prefix*> by_key_;  // without roots
   int32_t oldest_ = -1;
   int32_t newest_ = -1;
   int64_t cached_ = 0;

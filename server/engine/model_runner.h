@@ -18,8 +18,13 @@
 
 namespace dorad::engine {
 
-// Tokens of one KV page, on every backend.
+// Tokens of one KV page, on every backend: of a block of positions.
 inline constexpr int64_t kKvPageTokens = 16;
+
+// The first block that a row at `position` sees through a window. window 0: it sees all positions.
+inline int64_t FirstBlockSeen(int64_t window, int64_t position) {
+  return window > 0 && position >= window ? (position - window + 1) / kKvPageTokens : 0;
+}
 
 // The most states of a recurrence that a sequence holds: the one that it read, one for the cache,
 // and its own.
@@ -73,11 +78,13 @@ struct StepSequence {
   // >= 0: there are no tokens. The sequence samples from the last row of the sequence with this
   // index in the step, whose tokens end as its own do, under the same version.
   int32_t row_of = -1;
-  int64_t position = 0;             // of tokens[0]
-  absl::Span<const int32_t> pages;  // page of position p: pages[p / kKvPageTokens]
-  // >= 0: this page's keys and values are copied to the page of `position` before the step's rows
-  // are computed. The step writes to neither's copied positions.
-  int32_t copy_from = -1;
+  int64_t position = 0;  // of tokens[0]
+  // The page of position p for the layers of group g: pages[p / kKvPageTokens * groups + g]. -1: no
+  // row sees it.
+  absl::Span<const int32_t> pages;
+  // A page of each group whose keys and values are copied to that of `position` before the step's
+  // rows are computed. The step writes to neither's copied positions. Empty: none.
+  absl::Span<const int32_t> copy_from;
   // Of a model with a recurrence: the pages for the state after the rows, and those with the state
   // before them. Empty state_from: the same pages; at position 0 the state is zeros.
   absl::Span<const int32_t> state;
@@ -122,6 +129,9 @@ class ModelRunner {
   virtual ~ModelRunner() = default;
   // Pages of the KV cache, ids [0, kv_pages()).
   virtual int64_t kv_pages() const = 0;
+  // Layers with keys and values are in groups: a page has those of one group's layers. Of each
+  // group, the last positions that a row sees, its own included; 0: all.
+  virtual std::vector<int64_t> windows() const { return {0}; }
   // Of them, those of a sequence's state of a recurrence; 0: the model has none.
   virtual int64_t state_pages() const { return 0; }
   // nullptr: only sleep releases the cache's memory.

@@ -52,20 +52,21 @@ PrefixSharing::Reused PrefixSharing::Reuse(Sequence* sequence) {
       SharePages(leader, leader.prompt_tokens, sequence);
       return {.row_of = &leader};
     }
-    if (leader.state == Sequence::State::kRunning && leader.prompt_done()) {
-      // Only the prompt is common to both.
-      SharePages(leader, std::min(sequence->reusable(), leader.prompt_tokens - 1), sequence);
+    // Only the prompt is common to both.
+    if (leader.state == Sequence::State::kRunning && leader.prompt_done() &&
+        SharePages(leader, std::min(sequence->reusable(), leader.prompt_tokens - 1), sequence)) {
       return {};
     }
   }
   if (!sequence->use_prefix_cache) return {};
-  const int64_t whole_pages = sequence->reusable() / kKvPageTokens;
-  pages_->MatchPrefix(absl::MakeConstSpan(sequence->tokens).subspan(0, whole_pages * kKvPageTokens),
-                      &sequence->node, &sequence->pages);
+  const int64_t whole_blocks = sequence->reusable() / kKvPageTokens;
+  pages_->MatchPrefix(
+      absl::MakeConstSpan(sequence->tokens).subspan(0, whole_blocks * kKvPageTokens),
+      &sequence->node, &sequence->pages);
   Reused reused;
   if (is_recurrent_) reused = ReuseState(sequence);
-  sequence->registered_pages = static_cast<int64_t>(sequence->pages.size());
-  sequence->computed = sequence->registered_pages * kKvPageTokens;
+  sequence->registered_blocks = BlocksIn(*sequence);
+  sequence->computed = sequence->registered_blocks * kKvPageTokens;
   if (!is_recurrent_) reused = ReuseBeyondCache(sequence);
   reused.looked_up = sequence->has_scored();  // else its rows are needed
   return reused;
@@ -105,9 +106,9 @@ PrefixSharing::Reused PrefixSharing::ReuseBeyondCache(Sequence* sequence) {
   const PrefixKey next(sequence->node, of_page);
   const Sequence* const writer = Writer(next);
   if (writer == nullptr) {
-    int32_t page = -1;
-    const int64_t part = pages_->MatchPart(sequence->node, of_page, &page);
-    if (part > 0) CopyLater(page, sequence);
+    std::vector<int32_t> pages;
+    const int64_t part = pages_->MatchPart(sequence->node, of_page, &pages);
+    CopyLater(pages, sequence);
     sequence->computed += part;
     return {};
   }
@@ -128,27 +129,39 @@ PrefixSharing::Reused PrefixSharing::ReuseBeyondCache(Sequence* sequence) {
   return {};
 }
 
-void PrefixSharing::SharePages(const Sequence& from, int64_t end, Sequence* to) {
-  const auto held = static_cast<int64_t>(to->pages.size());
+bool PrefixSharing::SharePages(const Sequence& from, int64_t end, Sequence* to) {
+  const int64_t held = BlocksIn(*to);
   const int64_t whole = end / kKvPageTokens;
-  if (end <= held * kKvPageTokens) return;
-  pages_->Share(absl::MakeConstSpan(from.pages).subspan(held, whole - held), &to->pages);
+  if (end <= held * kKvPageTokens) return true;
+  const int64_t groups = pages_->groups();
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t first = std::max(held, FirstBlockSeen(pages_->windows()[group], end));
+    if (first * kKvPageTokens < end && from.pages[first * groups + group] < 0) return false;
+  }
+  pages_->ReleaseBehind(end, held, &to->pages);
+  for (int64_t block = held; block < whole; ++block) {
+    for (int64_t group = 0; group < groups; ++group) {
+      const bool is_seen = block >= FirstBlockSeen(pages_->windows()[group], end);
+      to->pages.push_back(is_seen ? from.pages[block * groups + group] : -1);
+      if (is_seen) pages_->Acquire(to->pages.back());
+    }
+  }
   to->computed = end;
-  if (end % kKvPageTokens == 0) return;
-  // Its last page may have to be copied yet. With its last row it is copied later, after that.
+  if (end % kKvPageTokens == 0) return true;
+  // Its last block may have to be copied yet. With its last row it is copied later, after that.
   const bool awaits_copy =
-      from.copy_from >= 0 && end <= from.computed && whole == from.computed / kKvPageTokens;
-  CopyLater(awaits_copy ? from.copy_from : from.pages[whole], to);
+      !from.copy_from.empty() && end <= from.computed && whole == from.computed / kKvPageTokens;
+  CopyLater(awaits_copy ? absl::MakeConstSpan(from.copy_from) : BlockOf(from, whole), to);
+  return true;
 }
 
-void PrefixSharing::CopyLater(int32_t page, Sequence* to) {
-  pages_->Acquire(page);
-  to->copy_from = page;
+void PrefixSharing::CopyLater(absl::Span<const int32_t> pages, Sequence* to) {
+  pages_->Share(pages, &to->copy_from);
 }
 
 void PrefixSharing::Publish(Sequence* sequence) {
   Withdraw(sequence);
-  const int64_t begin = sequence->registered_pages * kKvPageTokens;
+  const int64_t begin = sequence->registered_blocks * kKvPageTokens;
   const int64_t count = std::min(kKvPageTokens, sequence->prompt_tokens - 1 - begin);
   if (!sequence->use_prefix_cache || count <= 0) return;
   sequence->writes.emplace(sequence->node,
@@ -179,44 +192,50 @@ void PrefixSharing::Computed(const Chunk& chunk) {
   // Pages of several versions are no prefix of another sequence.
   const int64_t end = std::min(chunk.end(), s.same_adapter_until(0));
   const int64_t last = (s.prompt_tokens - 1) / kKvPageTokens;  // the page that others copy
-  const bool writes = s.registered_pages < last;
-  while ((s.registered_pages + 1) * kKvPageTokens <= end) {
-    if (s.registered_pages == last) Publish(&s);
+  const bool writes = s.registered_blocks < last;
+  while ((s.registered_blocks + 1) * kKvPageTokens <= end) {
+    if (s.registered_blocks == last) Publish(&s);
     const absl::Span<const TokenId> tokens =
-        absl::MakeConstSpan(s.tokens).subspan(s.registered_pages * kKvPageTokens, kKvPageTokens);
-    const bool is_last = (s.registered_pages + 1) * kKvPageTokens == chunk.end();
+        absl::MakeConstSpan(s.tokens).subspan(s.registered_blocks * kKvPageTokens, kKvPageTokens);
+    const bool is_last = (s.registered_blocks + 1) * kKvPageTokens == chunk.end();
     s.node = pages_->Register(
-        s.node, tokens, s.pages[s.registered_pages],
+        s.node, tokens, BlockOf(s, s.registered_blocks),
         is_last ? absl::MakeConstSpan(chunk.cached_state) : absl::Span<const int32_t>());
-    ++s.registered_pages;
+    ++s.registered_blocks;
   }
-  if (writes && s.registered_pages <= last) Publish(&s);
+  if (writes && s.registered_blocks <= last) Publish(&s);
 }
 
 void PrefixSharing::Landed(const Chunk& chunk) {
-  if (chunk.copy_from >= 0) pages_->Release(chunk.copy_from);
-  for (const std::vector<int32_t>* pages : {&chunk.state_from, &chunk.cached_state}) {
+  for (const auto* pages : {&chunk.copy_from, &chunk.state_from, &chunk.cached_state}) {
     for (const int32_t page : *pages) pages_->Release(page);
   }
 }
 
 void PrefixSharing::Ended(const Sequence& sequence) {
-  const int64_t begin = sequence.registered_pages * kKvPageTokens;
+  const int64_t begin = sequence.registered_blocks * kKvPageTokens;
   const int64_t end = std::min(sequence.landed, sequence.same_adapter_until(0));
   if (is_recurrent_ || !sequence.use_prefix_cache || begin >= end) return;
   pages_->Register(sequence.node, absl::MakeConstSpan(sequence.tokens).subspan(begin, end - begin),
-                   sequence.pages[sequence.registered_pages]);
+                   BlockOf(sequence, sequence.registered_blocks));
+}
+
+void PrefixSharing::ReleaseBehind(Sequence* sequence) {
+  const int64_t registered = sequence->registered_blocks;
+  const bool registers = sequence->use_prefix_cache &&
+                         (registered + 1) * kKvPageTokens <= sequence->same_adapter_until(0);
+  pages_->ReleaseBehind(sequence->computed, registers ? registered : BlocksIn(*sequence),
+                        &sequence->pages);
 }
 
 void PrefixSharing::Rewind(Sequence* sequence) {
   Withdraw(sequence);
-  const int32_t copied = std::exchange(sequence->copy_from, -1);
-  if (copied >= 0) pages_->Release(copied);
+  pages_->Release(&sequence->copy_from);
   pages_->Release(&sequence->pages);
   pages_->Release(&sequence->recurrent);
   pages_->Release(&sequence->recurrent_from);
   sequence->computed = sequence->landed = sequence->branch = 0;
-  sequence->registered_pages = 0;
+  sequence->registered_blocks = 0;
   sequence->node = sequence->root;
 }
 

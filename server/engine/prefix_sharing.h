@@ -39,6 +39,9 @@ class PrefixSharing {
   void Landed(const Chunk& chunk);
   // A running sequence ends: registers its last page, which is not full.
   void Ended(const Sequence& sequence);
+  // Gives back the pages that no later row of the sequence sees, except those that are not in the
+  // prefix cache yet.
+  void ReleaseBehind(Sequence* sequence);
   // Frees the sequence's pages: it computes from its first position again.
   void Rewind(Sequence* sequence);
 
@@ -50,10 +53,17 @@ class PrefixSharing {
   Reused ReuseState(Sequence* sequence);
   // Whether a step computes the sequence's last row for another one.
   bool CanTakeRowOf(const Sequence& other, const Sequence& sequence) const;
-  // Shares the pages of `from`, after those that *to has, up to the position `end`.
-  void SharePages(const Sequence& from, int64_t end, Sequence* to);
-  // The sequence's next chunk begins with a copy of the page.
-  void CopyLater(int32_t page, Sequence* to);
+  // Shares the pages of `from`, after those that *to has, up to the position `end`. False: `from`
+  // has given back pages that *to would need, and nothing is shared.
+  bool SharePages(const Sequence& from, int64_t end, Sequence* to);
+  // The sequence's next chunk begins with a copy of these pages, one of each group.
+  void CopyLater(absl::Span<const int32_t> pages, Sequence* to);
+  absl::Span<const int32_t> BlockOf(const Sequence& sequence, int64_t block) const {
+    return absl::MakeConstSpan(sequence.pages).subspan(block * pages_->groups(), pages_->groups());
+  }
+  int64_t BlocksIn(const Sequence& sequence) const {
+    return static_cast<int64_t>(sequence.pages.size()) / pages_->groups();
+  }
 
   KvPages* const pages_;
   const bool is_recurrent_;

@@ -9,8 +9,6 @@
 namespace dorad::engine {
 namespace {
 
-int64_t PagesOf(int64_t tokens) { return (tokens + kKvPageTokens - 1) / kKvPageTokens; }
-
 // So few running sequences that the first of them with more than one row to compute always has room
 // for its block.
 Scheduler::Options WithPlaces(Scheduler::Options options) {
@@ -25,14 +23,16 @@ Scheduler::Options WithPlaces(Scheduler::Options options) {
 Scheduler::Scheduler(Options options, KvPages* pages)
     : options_(WithPlaces(std::move(options))),
       pages_(pages),
+      needs_{pages->windows(), options_.state_pages, options_.max_step_tokens},
       sharing_(pages, options_.state_pages > 0),
       shares_(options_.max_step_tokens) {
   DORAD_CHECK(options_.max_step_tokens > 0 && options_.max_running > 0);
+  DORAD_CHECK(options_.state_pages == 0 || needs_.windows == std::vector<int64_t>{0});
 }
 
 void Scheduler::Add(Sequence* sequence) {
   DORAD_CHECK(sequence->state == Sequence::State::kWaiting);
-  DORAD_CHECK(PagesOf(sequence->goal()) + kMostStates * options_.state_pages <= pages_->total());
+  DORAD_CHECK(needs_.PagesFor(sequence->goal()) <= pages_->total());
   sequence->node = sequence->root;
   shares_.Enter(sequence);
   Put(sequence, &sequence->share->waiting);
@@ -128,7 +128,7 @@ std::vector<Chunk> Scheduler::Schedule() {
     if (options_.state_pages > 0 && s.caches_state_at(chunk.end())) {
       pages_->Share(s.recurrent, &chunk.cached_state);
     }
-    if (chunk.copy_from >= 0) s.copy_from = -1;  // the chunk holds it now
+    if (!chunk.copy_from.empty()) s.copy_from.clear();  // the chunk holds them now
     s.sampling += chunk.samples ? 1 : 0;
     verifying_ += chunk.draft.empty() ? 0 : 1;
     s.chunk_index = static_cast<int32_t>(i);
@@ -158,11 +158,11 @@ void Scheduler::AddDraft(Chunk* chunk, Plan* plan) {
   int64_t count = std::min<int64_t>(s.draft.size(), plan->budget);
   // No row for the last possible token.
   count = std::min(count, s.most_tokens - 1 - chunk->end());
-  const auto held = static_cast<int64_t>(s.pages.size());
-  const int64_t missing = std::max<int64_t>(0, PagesOf(chunk->end() + count) - held);
-  // One page of every running sequence stays in reserve.
-  const bool has_pages = pages_->available() >= missing + running() && AllocatePages(&s, missing);
-  if (!has_pages) count = std::min(count, held * kKvPageTokens - chunk->end());
+  const int64_t end = chunk->end() + count;
+  // One block of every running sequence stays in reserve.
+  const bool has_pages =
+      pages_->available() >= Missing(s, end) + reserve() && AllocatePages(&s, end);
+  if (!has_pages) count = std::min(count, CoveredEnd(s) - chunk->end());
   if (count <= 0) return;
   chunk->draft.assign(s.draft.begin(), s.draft.begin() + count);
   chunk->count += count;
@@ -243,9 +243,11 @@ Sequence* Scheduler::PagesFor(const Sequence& wanting) const {
   const int64_t part = pages_->total() / shares_.Contenders(own);
   std::map<const TenantShare*, int64_t> held;
   for (const Sequence* s : running_) {
-    held[s->share] += static_cast<int64_t>(s->pages.size() + s->recurrent.size());
+    held[s->share] +=
+        std::count_if(s->pages.begin(), s->pages.end(), [](int32_t page) { return page >= 0; }) +
+        static_cast<int64_t>(s->recurrent.size());
   }
-  if (held[&own] + PagesOf(wanting.goal()) + options_.state_pages > part) return nullptr;
+  if (held[&own] + Missing(wanting, wanting.goal()) + options_.state_pages > part) return nullptr;
   const auto may = [&](const Sequence& s) {
     return s.priority >= wanting.priority && held[s.share] > part && s.share->served > own.served;
   };
@@ -308,18 +310,58 @@ int64_t Scheduler::StatePages(const Sequence& sequence) const {
   return has_own ? 0 : options_.state_pages;
 }
 
-bool Scheduler::AllocatePages(Sequence* sequence, int64_t missing) {
+Scheduler::Lack Scheduler::LackOf(const Sequence& sequence, int64_t group, int64_t end_row) const {
+  const int64_t window = needs_.windows[group];
+  const int64_t first = FirstBlockSeen(window, sequence.computed);
+  Lack lack{0, BlocksOf(end_row)};
+  if (window > 0) lack.end = std::min(lack.end, first + needs_.BlocksAtOnce(window));
+  const auto has_page = [&](int64_t block) {
+    const auto place = static_cast<size_t>(block * needs_.groups() + group);
+    return place < sequence.pages.size() && sequence.pages[place] >= 0;
+  };
+  lack.begin = lack.end;
+  while (lack.begin > first && !has_page(lack.begin - 1)) --lack.begin;
+  return lack;
+}
+
+int64_t Scheduler::Missing(const Sequence& sequence, int64_t end_row) const {
+  int64_t missing = 0;
+  for (int64_t group = 0; group < needs_.groups(); ++group) {
+    const Lack lack = LackOf(sequence, group, end_row);
+    missing += lack.end - lack.begin;
+  }
+  return missing;
+}
+
+bool Scheduler::AllocatePages(Sequence* sequence, int64_t end_row) {
   const int64_t state = StatePages(*sequence);
   std::vector<int32_t> pages;
-  if (!pages_->Allocate(missing + state, &pages)) return false;
+  if (!pages_->Allocate(Missing(*sequence, end_row) + state, &pages)) return false;
   if (state > 0) {
     // The old state stays as it is: it is cached, or another sequence or step reads it.
     if (!sequence->recurrent.empty()) sequence->recurrent_from = std::move(sequence->recurrent);
     sequence->recurrent.assign(pages.end() - state, pages.end());
-    pages.resize(static_cast<size_t>(missing));
   }
-  sequence->pages.insert(sequence->pages.end(), pages.begin(), pages.end());
+  auto next = pages.begin();
+  for (int64_t group = 0; group < needs_.groups(); ++group) {
+    const Lack lack = LackOf(*sequence, group, end_row);
+    const auto places = static_cast<size_t>(lack.end * needs_.groups());
+    if (sequence->pages.size() < places) sequence->pages.resize(places, -1);
+    for (int64_t block = lack.begin; block < lack.end; ++block) {
+      sequence->pages[block * needs_.groups() + group] = *next++;
+    }
+  }
   return true;
+}
+
+int64_t Scheduler::CoveredEnd(const Sequence& sequence) const {
+  const auto is_whole = [&](int64_t block) {
+    const auto begin = sequence.pages.begin() + block * needs_.groups();
+    return std::all_of(begin, begin + needs_.groups(), [](int32_t page) { return page >= 0; });
+  };
+  int64_t blocks = static_cast<int64_t>(sequence.pages.size()) / needs_.groups();
+  while (blocks > 0 && !is_whole(blocks - 1)) --blocks;
+  return blocks * kKvPageTokens;
 }
 
 int64_t Scheduler::ChunkSize(const Sequence& sequence, int64_t budget) const {
@@ -367,10 +409,10 @@ void Scheduler::Continue(Sequence* sequence, Plan* plan) {
   const int64_t count = ChunkSize(*sequence, plan->budget);
   // After a thaw more sequences may be running.
   if (count == 0 || static_cast<int64_t>(plan->chunks.size()) >= options_.max_running) return;
-  const int64_t held = static_cast<int64_t>(sequence->pages.size());
-  const int64_t missing = std::max<int64_t>(0, PagesOf(sequence->computed + count) - held);
-  while (!AllocatePages(sequence, missing)) {
-    shortage_ = missing + StatePages(*sequence);
+  sharing_.ReleaseBehind(sequence);
+  const int64_t end = sequence->computed + count;
+  while (!AllocatePages(sequence, end)) {
+    shortage_ = Missing(*sequence, end) + StatePages(*sequence);
     if (PreemptFrozen(plan)) continue;
     Sequence* const victim = LastOf([](const Sequence& /*any*/) { return true; });
     Preempt(victim, plan);
@@ -389,16 +431,18 @@ Scheduler::Admitted Scheduler::Admit(Sequence* sequence, Plan* plan) {
     sharing_.Rewind(sequence);
     return Admitted::kNoRows;
   }
-  // All pages of the prompt at once: a half-admitted prompt would only be preempted again. One page
-  // of every running sequence stays in reserve, so that admission does not cause preemption in the
-  // next steps.
-  const int64_t missing = PagesOf(sequence->goal()) - static_cast<int64_t>(sequence->pages.size());
+  // All pages of the prompt at once: a half-admitted prompt would only be preempted again. Of a
+  // window those that it has at once: they move on with it. One block of every running sequence
+  // stays in reserve, so that admission does not cause preemption in the next steps.
+  const int64_t goal = sequence->goal();
+  sharing_.ReleaseBehind(sequence);
+  const int64_t missing = Missing(*sequence, goal);
   // The same for the second state of one that will cache its first.
   const bool has_two = sequence->computed < sequence->cached_state_end();
-  const int64_t reserve = running() + (has_two ? options_.state_pages : 0);
+  const int64_t in_reserve = reserve() + (has_two ? options_.state_pages : 0);
   const int64_t available = pages_->available();
   const int64_t state = StatePages(*sequence);
-  if (available < missing + state + reserve || !AllocatePages(sequence, missing)) {
+  if (available < missing + state + in_reserve || !AllocatePages(sequence, goal)) {
     sharing_.Rewind(sequence);
     // The prefix's pages count as available again, but the sequence needs them too.
     shortage_ = missing + state + pages_->available() - available;

@@ -10,6 +10,7 @@
 #include <functional>
 #include <vector>
 
+#include "server/engine/kv_needs.h"
 #include "server/engine/kv_pages.h"
 #include "server/engine/prefix_sharing.h"
 #include "server/engine/sequence.h"
@@ -34,7 +35,7 @@ class Scheduler {
   // pages is borrowed.
   Scheduler(Options options, KvPages* pages);
 
-  // Queues a sequence. REQUIRES: its goal and kMostStates states fit into all pages together.
+  // Queues a sequence. REQUIRES: the pages that it needs at most (KvNeeds) are not more than all.
   void Add(Sequence* sequence);
   // Removes a sequence from any state and frees its pages.
   void Remove(Sequence* sequence);
@@ -64,6 +65,8 @@ class Scheduler {
   // Whether the next step should wait for the one in flight: many sequences verify a draft there
   // and could not be in it.
   bool awaits_drafts() const { return 4 * verifying_ >= running() - frozen_running_ && verifying_; }
+  // Pages that the next steps of the running sequences may need: of each a block.
+  int64_t reserve() const { return running() * pages_->groups(); }
   // Pages that the last Schedule lacked for the next sequence.
   int64_t shortage() const { return shortage_; }
 
@@ -89,8 +92,19 @@ class Scheduler {
   int64_t ChunkSize(const Sequence& sequence, int64_t budget) const;
   // Pages for the state after the next chunk, if those that the sequence has are not its own.
   int64_t StatePages(const Sequence& sequence) const;
-  // Gives the sequence the pages for `missing` more of its positions and for its state.
-  bool AllocatePages(Sequence* sequence, int64_t missing);
+  // The blocks [begin, end) of a group that lack a page, of those that the sequence needs at once
+  // for its rows up to `end_row`.
+  struct Lack {
+    int64_t begin = 0;
+    int64_t end = 0;
+  };
+  Lack LackOf(const Sequence& sequence, int64_t group, int64_t end_row) const;
+  // The pages that it lacks, without those of its state.
+  int64_t Missing(const Sequence& sequence, int64_t end_row) const;
+  // Gives the sequence the pages that it lacks for its rows up to `end_row` and for its state.
+  bool AllocatePages(Sequence* sequence, int64_t end_row);
+  // The positions whose blocks have pages of all groups.
+  int64_t CoveredEnd(const Sequence& sequence) const;
   Chunk* Append(Sequence* sequence, Plan* plan);
   // The running sequence to preempt first, among those for which may(sequence) holds: of the lowest
   // priority, of the tenant that was served most, the last to arrive. nullptr: none.
@@ -113,6 +127,7 @@ class Scheduler {
 
   const Options options_;
   KvPages* const pages_;
+  const KvNeeds needs_;
   PrefixSharing sharing_;
   TenantShares shares_;
   int64_t waiting_ = 0;  // in the lines of shares_

@@ -67,6 +67,8 @@ struct Sequence {
   int64_t computed = 0;
   // Of them, those before the last row of its own that has landed: with a copied page's.
   int64_t landed = 0;
+  // StepSequence::pages. The pages of a window move on with it: those behind it are given back, and
+  // those ahead come step by step.
   std::vector<int32_t> pages;
   // Pages with the state of a recurrence after all steps in flight, of a model that has one. And
   // those that the next chunk reads in their place, held until it is scheduled; empty: the same.
@@ -80,8 +82,8 @@ struct Sequence {
   const Sequence* leader = nullptr;
 
   PrefixNode root;
-  PrefixNode node;                  // of the last registered page
-  int64_t registered_pages = 0;     // of `pages`, from the front
+  PrefixNode node;                  // of the last registered block
+  int64_t registered_blocks = 0;    // of `pages`, from the front
   int64_t cached_tokens = 0;        // of the first admission, shared with others or cached
   std::optional<PrefixKey> writes;  // its entry of PrefixWriters
   // While it waits for another sequence: the tokens that this one writes, and the position up to
@@ -89,7 +91,7 @@ struct Sequence {
   std::optional<PrefixKey> awaits;
   int64_t awaited_end = 0;
   // Held for its next chunk until that is scheduled: Chunk::copy_from.
-  int32_t copy_from = -1;
+  std::vector<int32_t> copy_from;
   int64_t planned = 0;     // end of its chunk in the step under construction; 0: none
   bool looked_up = false;  // cached_tokens is from the prefix cache
   uint32_t preemptions = 0;
@@ -158,9 +160,9 @@ struct Chunk {
   Sequence* sequence = nullptr;
   int64_t position = 0;  // of the first
   int64_t count = 0;
-  // The page with the keys and values of the first position's page before it, to be copied: held
-  // until the chunk has landed. -1: none.
-  int32_t copy_from = -1;
+  // The pages, one of each group, with the keys and values of the first position's block before it,
+  // to be copied: held until the chunk has landed. Empty: none.
+  std::vector<int32_t> copy_from;
   // Of a recurrence, held until the chunk has landed: the pages with the state before the first
   // position (empty: those that the chunk writes), and the chunk's own if they are to be cached.
   std::vector<int32_t> state_from;

@@ -252,8 +252,9 @@ struct EngineStats {
   int64_t kv_pages_cached = 0;    // hold reusable prefixes only
   int64_t kv_pages_released = 0;  // without memory; neither used nor available
   int64_t kv_shrinkable_bytes = 0;
-  bool kv_short = false;  // requests wait for pages that are released
-  int kv_page_tokens = 0;
+  bool kv_short = false;   // requests wait for pages that are released
+  int kv_page_tokens = 0;  // in the layers of one group
+  int kv_layer_groups = 0;
   uint64_t steps = 0;
   bool paused = false;  // everything
   bool asleep = false;

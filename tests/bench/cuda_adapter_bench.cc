@@ -326,12 +326,13 @@ class Bench {
     const int64_t batch = options_.at("batch");
     const int64_t context = options_.at("context");
     const int64_t pages =
-        batch * (context / engine::kKvPageTokens + 2 + StateLayoutOf(model_->config()).pages());
+        batch * (bench::PagesOf(model_->config(), context + engine::kKvPageTokens) +
+                 StateLayoutOf(model_->config()).pages());
     const auto runner = Must(MakeCudaModelRunner(
         model_.get(), {pages, context + 16, batch, batch, gaps_.get()}, &ledger_));
     const adapter::LoadedAdapter loaded("bench", 1, adapter::AdapterSummary(),
                                         Build(tensors.At(pinned, TensorPlace::kPinned)).weights);
-    bench::DecodeStep step(batch, context, runner->state_pages(), &loaded);
+    bench::DecodeStep step(batch, context, *runner, &loaded);
     const auto run = [&](const char* during, const std::function<void()>& load,
                          size_t least_steps = 200) {
       std::vector<double> times, loads;

@@ -49,8 +49,8 @@ class Bench {
         "bench", 1, adapter::AdapterSummary(),
         Must(MakeRandomAdapter(*model_, static_cast<int>(options_["--rank"]), 7, &ledger_)));
     const int64_t batch = options_["--batch"];
-    const int64_t pages =
-        kContext / engine::kKvPageTokens + 2 + StateLayoutOf(model_->config()).pages();
+    const int64_t pages = bench::PagesOf(model_->config(), kContext + engine::kKvPageTokens) +
+                          StateLayoutOf(model_->config()).pages();
     runner_ = Must(MakeCudaModelRunner(model_.get(), {batch * pages, 4096, 4096, batch}, &ledger_));
     std::printf("{\"shape\": \"%s\", \"layers\": %lld, \"weights_GB\": %.3f}\n", shape.c_str(),
                 static_cast<long long>(model_->config().num_layers()), model_->bytes() / 1e9);
@@ -136,7 +136,7 @@ class Bench {
   void TimeSteps(const adapter::LoadedAdapter* adapter) {
     engine::Image image = MakeImage(64, 64);
     for (const bool with_images : {false, true}) {
-      bench::DecodeStep step(options_["--batch"], kContext, runner_->state_pages(), adapter);
+      bench::DecodeStep step(options_["--batch"], kContext, *runner_, adapter);
       std::vector<double> times;
       int images = 0;
       image.key = --next_key_;

@@ -11,7 +11,9 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "server/engine/kv_needs.h"
 #include "server/engine/model_runner.h"
+#include "server/model/kv_groups.h"
 
 namespace dorad::bench {
 
@@ -35,19 +37,26 @@ inline double Quantile(std::vector<double> values, double share) {
   return values[std::lround(share * static_cast<double>(values.size() - 1))];
 }
 
+// Pages of a sequence of so many tokens, all kept.
+inline int64_t PagesOf(const model::ModelConfig& model, int64_t tokens) {
+  return engine::BlocksOf(tokens) * static_cast<int64_t>(model::KvGroups(model).windows.size());
+}
+
 // A step in which every sequence of a batch decodes one token behind a context.
 class DecodeStep {
  public:
-  // state_pages: engine::ModelRunner's. adapter: of all sequences, borrowed; nullptr: base.
-  DecodeStep(int64_t batch, int64_t context, int64_t state_pages,
+  // adapter: of all sequences, borrowed; nullptr: base.
+  DecodeStep(int64_t batch, int64_t context, const engine::ModelRunner& runner,
              const adapter::LoadedAdapter* adapter) {
+    const auto groups = static_cast<int64_t>(runner.windows().size());
     rows_.resize(static_cast<size_t>(batch));
     int32_t page = 0;
     for (int64_t i = 0; i < batch; ++i) {
       Row& row = rows_[i];
       row.tokens = {static_cast<engine::TokenId>(i * 7919 % 151936)};
-      for (int64_t p = 0; p * engine::kKvPageTokens < context + 1; ++p) row.pages.push_back(page++);
-      for (int64_t p = 0; p < state_pages; ++p) row.state.push_back(page++);
+      const int64_t pages = engine::BlocksOf(context + 1) * groups;
+      for (int64_t p = 0; p < pages; ++p) row.pages.push_back(page++);
+      for (int64_t p = 0; p < runner.state_pages(); ++p) row.state.push_back(page++);
       row.want.sampling.temperature = 0.0f;
       row.want.position = context + 1;
       engine::StepSequence sequence;

@@ -25,7 +25,9 @@
 #include "server/backends/cuda/kv_layout.h"
 #include "server/backends/cuda/model.h"
 #include "server/backends/cuda/model_runner.h"
+#include "server/engine/kv_needs.h"
 #include "server/engine/model_runner.h"
+#include "server/model/kv_groups.h"
 #include "tests/bench/cuda_model.h"
 #include "tests/bench/model_shapes.h"
 
@@ -194,8 +196,8 @@ class Bench {
     const int64_t batch = *std::max_element(options_.batch.begin(), options_.batch.end());
     const int64_t rows = std::max(batch, options_.prefill);
     const int64_t pages =
-        (batch * (options_.context + 64) + options_.prefill) / engine::kKvPageTokens +
-        batch * (2 + StateLayoutOf(config).pages());
+        batch * (bench::PagesOf(config, options_.context + 80) + StateLayoutOf(config).pages()) +
+        bench::PagesOf(config, options_.prefill);
     const int64_t positions = std::max<int64_t>(16384, options_.context + 64);
     runner_ = Must(MakeCudaModelRunner(
         model_.get(), {pages, std::max(positions, options_.prefill), rows, batch}, &ledger_));
@@ -249,7 +251,7 @@ class Bench {
       const int64_t window = layer.attention.window;
       rows += window > 0 ? std::min(window, context + 1) : context + 1;
     }
-    return rows * KvPageBytes(config) / engine::kKvPageTokens / config.num_attention_layers();
+    return rows * KvPageBytes(config) / engine::kKvPageTokens / model::KvGroups(config).slots;
   }
 
   // Of a sequence's recurrent state, which a step reads and writes.
@@ -319,7 +321,9 @@ class Bench {
         tokens[i].push_back(
             static_cast<int32_t>((i * 7919 + t * 104729) % model_->config().vocab_size));
       }
-      for (int64_t p = 0; p * engine::kKvPageTokens < length; ++p) pages[i].push_back(page++);
+      const auto groups = static_cast<int64_t>(runner_->windows().size());
+      const int64_t count = engine::BlocksOf(length) * groups;
+      for (int64_t p = 0; p < count; ++p) pages[i].push_back(page++);
       for (int64_t p = 0; p < runner_->state_pages(); ++p) states[i].push_back(page++);
       wants[i].sampling.temperature = 0.0f;
       wants[i].position = length;

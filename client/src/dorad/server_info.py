@@ -68,6 +68,8 @@ class EngineInfo:
     """A pause of everything waits for requests to end; new ones are refused."""
     pausing_adapters: list[str] = field(default_factory=list)
     """Each "name" or "name@version" with such a pause."""
+    kv_layer_groups: int = 1
+    """Of layers with keys and values: a page has `kv_page_tokens` tokens of one group."""
 
 
 @dataclass(frozen=True, slots=True)

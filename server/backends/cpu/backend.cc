@@ -15,6 +15,7 @@
 #include "server/backends/cpu/model_runner.h"
 #include "server/backends/cpu/ops/thread_team.h"
 #include "server/backends/description.h"
+#include "server/model/kv_groups.h"
 #include "server/platform/error.h"
 #include "server/platform/exception.h"
 #include "server/platform/process/host_memory.h"
@@ -122,7 +123,8 @@ class CpuBackend final : public Backend {
 KvSizes CpuKvSizes(const Config& config, const model::ModelConfig& model) {
   const int64_t element_bytes = config.model.compute_dtype == "bf16" ? 2 : 4;
   return {engine::CpuKvPageBytes(model, element_bytes),
-          engine::CpuStateLayout(model, element_bytes).pages()};
+          {model::KvGroups(model).windows, engine::CpuStateLayout(model, element_bytes).pages(),
+           config.engine.max_step_tokens}};
 }
 
 absl::StatusOr<std::unique_ptr<Backend>> LoadCpuBackend(const Config& config,

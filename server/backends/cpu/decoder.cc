@@ -72,8 +72,9 @@ class Decoder::Pass {
     }
   }
 
-  // h_TD: normed input. Returns what is added to the residual.
-  at::Tensor Attention(int64_t layer, const at::Tensor& h_TD, ops::PagedKv& kv) const {
+  // h_TD: normed input. Returns what is added to the residual. sequences, kv: of the layer.
+  at::Tensor Attention(int64_t layer, const at::Tensor& h_TD,
+                       absl::Span<const ops::SequenceRows> sequences, ops::PagedKv& kv) const {
     const AttentionSpec& spec = config_.layers[layer].attention;
     const LayerWeights& w = model_.weights().layers[layer];
     const int64_t rows = h_TD.size(0);
@@ -91,9 +92,9 @@ class Decoder::Pass {
       ops::RmsNormInplace(q, w.q_norm, config_.rms_norm_eps);
       ops::RmsNormInplace(k, w.k_norm, config_.rms_norm_eps);
     }
-    ops::RopeAndAppend(q, k, v, ropes_[spec.rope], batch_.sequences, kv);
+    ops::RopeAndAppend(q, k, v, ropes_[spec.rope], sequences, kv);
     const double scale = 1.0 / std::sqrt(spec.query_scalar);
-    at::Tensor attended = ops::PagedAttention(q, kv, batch_.sequences, scale, spec.window);
+    at::Tensor attended = ops::PagedAttention(q, kv, sequences, scale, spec.window);
     if (spec.output_gate) {
       ops::SigmoidMul(attended, queries.narrow(2, config_.head_dim, config_.head_dim).contiguous());
     }
@@ -105,7 +106,7 @@ class Decoder::Pass {
     return out;
   }
 
-  // As Attention. net: the number of the delta-net.
+  // As Attention. net: the number of the delta-net. Such a model has one group of layers.
   at::Tensor Delta(int64_t layer, int64_t net, const at::Tensor& h_TD,
                    std::vector<ops::PagedKv>& kv) const {
     const DeltaSpec& spec = *config_.layers[layer].delta;
@@ -177,8 +178,8 @@ class Decoder::Pass {
       return blocks;
     };
     std::vector<ops::DeltaRows> sequences;
-    for (size_t i = 0; i < batch_.sequences.size(); ++i) {
-      const ops::SequenceRows& rows = batch_.sequences[i];
+    for (size_t i = 0; i < batch_.states.size(); ++i) {
+      const ops::SequenceRows& rows = batch_.sequences.front()[i];
       const StatePages& pages = batch_.states[i];
       sequences.push_back({rows.row_begin, rows.count, {}, blocks_of(pages.to)});
       if (pages.from.empty()) continue;
@@ -214,6 +215,7 @@ class Decoder::Pass {
 
 Decoder::Decoder(const LoadedModel& model, int64_t max_positions)
     : model_(model),
+      groups_(model.config()),
       ropes_(MakeRopeTables(model.config(), max_positions)),
       state_layout_(engine::CpuStateLayout(model.config(),
                                            model.compute() == ops::ComputeDType::kBF16 ? 2 : 4)) {}
@@ -221,7 +223,7 @@ Decoder::Decoder(const LoadedModel& model, int64_t max_positions)
 std::vector<ops::PagedKv> Decoder::AllocateKv(int64_t pages) const {
   const ModelConfig& config = model_.config();
   std::vector<ops::PagedKv> kv;
-  for (int64_t layer = 0; layer < config.num_attention_layers(); ++layer) {
+  for (int64_t slot = 0; slot < groups_.slots; ++slot) {
     kv.push_back(
         ops::AllocatePagedKv(pages, config.num_kv_heads, config.head_dim, model_.compute()));
   }
@@ -242,7 +244,8 @@ at::Tensor Decoder::Forward(const DecoderBatch& batch, std::vector<ops::PagedKv>
     if (model_.config().layers[layer].delta) {
       pending = pass.Delta(layer, net++, h, kv);
     } else {
-      pending = pass.Attention(layer, h, kv[layer - net]);
+      const KvGroups::Place& place = groups_.places[static_cast<size_t>(layer - net)];
+      pending = pass.Attention(layer, h, batch.sequences[place.group], kv[place.slot]);
     }
     pending = pass.Mlp(layer, ops::AddRmsNorm(residual, pending, w.mlp_norm, eps));
     pass.AddFeatures(layer, pending);

@@ -16,6 +16,7 @@
 #include "server/backends/cpu/model.h"
 #include "server/backends/cpu/ops/attention.h"
 #include "server/model/delta_config.h"
+#include "server/model/kv_groups.h"
 
 namespace dorad::model {
 
@@ -43,7 +44,8 @@ struct StatePages {
 
 struct DecoderBatch {
   at::Tensor token_ids_T;  // int32; any valid id in rows of images
-  absl::Span<const ops::SequenceRows> sequences;
+  // For each group of layers (KvGroups), with the pages of that group.
+  absl::Span<const std::vector<ops::SequenceRows>> sequences;
   absl::Span<const StatePages> states;  // of the sequences; empty without a recurrence
   absl::Span<const AdapterRows> adapters;
   absl::Span<const ImageRows> images;
@@ -54,9 +56,10 @@ class Decoder {
   // model is borrowed. max_positions bounds the rotary tables.
   Decoder(const LoadedModel& model, int64_t max_positions);
 
-  // One cache for each layer with attention.
+  // One cache for each layer of a page.
   std::vector<ops::PagedKv> AllocateKv(int64_t pages) const;
   const DeltaStateLayout& state_layout() const { return state_layout_; }
+  const KvGroups& groups() const { return groups_; }
 
   // Writes keys and values of all rows into kv and returns the last layer's residual stream,
   // [T, D] fp32, before the final norm.
@@ -68,6 +71,7 @@ class Decoder {
  private:
   class Pass;
   const LoadedModel& model_;
+  const KvGroups groups_;
   std::vector<ops::RopeTable> ropes_;  // as ModelConfig::ropes
   const DeltaStateLayout state_layout_;
 };

@@ -96,6 +96,7 @@ class CpuModelRunner final : public ModelRunner {
   }
 
   int64_t kv_pages() const override { return kv_pages_; }
+  std::vector<int64_t> windows() const override { return decoder_.groups().windows; }
   int64_t state_pages() const override { return decoder_.state_layout().pages(); }
 
   // Computes on the engine's thread: no two steps could overlap.
@@ -140,8 +141,8 @@ class CpuModelRunner final : public ModelRunner {
   // The cache lies in host memory: kept pages stay in place.
   absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep) override {
     int64_t released = 0;
-    for (const ops::PagedKv& layer : kv_) {
-      for (const at::Tensor* tensor : {&layer.k, &layer.v}) {
+    for (const ops::PagedKv& slot : kv_) {
+      for (const at::Tensor* tensor : {&slot.k, &slot.v}) {
         const int64_t page_bytes = static_cast<int64_t>(tensor->nbytes()) / kv_pages_;
         auto* const begin = static_cast<std::byte*>(tensor->mutable_data_ptr());
         int64_t page = 0;
@@ -159,12 +160,16 @@ class CpuModelRunner final : public ModelRunner {
 
  private:
   std::vector<StepOutput> RunUnchecked(absl::Span<const StepSequence> sequences) {
+    const size_t groups = decoder_.groups().windows.size();
     for (const StepSequence& s : sequences) {
-      if (s.copy_from >= 0) CopyPage(s.copy_from, s.pages[s.position / kKvPageTokens]);
+      const int32_t* const to = s.pages.data() + s.position / kKvPageTokens * groups;
+      for (size_t i = 0; i < s.copy_from.size(); ++i) CopyPage(s.copy_from[i], to[i]);
     }
     const StepBatch batch(sequences);
     const at::Tensor token_ids = at::empty({batch.rows}, at::kInt);
-    std::vector<ops::SequenceRows> rows;
+    std::vector<std::vector<ops::SequenceRows>> rows(groups);
+    std::vector<std::vector<int32_t>> tables;  // of pages
+    tables.reserve(batch.order.size() * groups);
     std::vector<model::StatePages> states;
     std::vector<model::ImageRows> images;
     for (size_t i = 0; i < batch.order.size(); ++i) {
@@ -173,15 +178,23 @@ class CpuModelRunner final : public ModelRunner {
       const int64_t begin = batch.row_begin[i];
       std::transform(s.tokens.begin(), s.tokens.end(), token_ids.data_ptr<int32_t>() + begin,
                      [](TokenId id) { return std::max(id, 0); });
-      rows.push_back({begin, static_cast<int64_t>(s.tokens.size()), s.position, s.pages, {}, {}});
+      ops::SequenceRows of_sequence{
+          begin, static_cast<int64_t>(s.tokens.size()), s.position, {}, {}, {}};
       if (!s.state.empty()) {
         states.push_back({s.state, s.state_from});
         if (s.state_from.empty() && s.position > 0) states.back().from = s.state;
       }
-      if (s.images == nullptr) continue;
-      AppendImageRows(s, begin, &images);
-      if (bidirectional_) rows.back().reach = Reach(s);
-      if (has_rotary_positions_) rows.back().rotary = RotaryPositions(s);
+      if (s.images != nullptr) {
+        AppendImageRows(s, begin, &images);
+        if (bidirectional_) of_sequence.reach = Reach(s);
+        if (has_rotary_positions_) of_sequence.rotary = RotaryPositions(s);
+      }
+      for (size_t group = 0; group < groups; ++group) {
+        std::vector<int32_t>& table = tables.emplace_back();
+        for (size_t at = group; at < s.pages.size(); at += groups) table.push_back(s.pages[at]);
+        of_sequence.pages = table;
+        rows[group].push_back(of_sequence);
+      }
     }
     const at::Tensor hidden =
         decoder_.Forward({token_ids, rows, states, ToModel(batch.adapters), images}, kv_);
@@ -192,8 +205,8 @@ class CpuModelRunner final : public ModelRunner {
   }
 
   void CopyPage(int32_t from, int32_t to) {
-    for (const ops::PagedKv& layer : kv_) {
-      for (const at::Tensor* tensor : {&layer.k, &layer.v}) {
+    for (const ops::PagedKv& slot : kv_) {
+      for (const at::Tensor* tensor : {&slot.k, &slot.v}) {
         const int64_t page_bytes = static_cast<int64_t>(tensor->nbytes()) / kv_pages_;
         auto* const begin = static_cast<std::byte*>(tensor->mutable_data_ptr());
         std::memcpy(begin + to * page_bytes, begin + from * page_bytes, page_bytes);

@@ -14,6 +14,7 @@
 #include "server/backends/cuda/peer_memory.h"
 #include "server/backends/cuda/vision_encoder.h"
 #include "server/backends/description.h"
+#include "server/model/kv_groups.h"
 #include "server/platform/error.h"
 
 namespace dorad {
@@ -77,7 +78,7 @@ class CudaBackend final : public Backend {
     ledger_.set_limit(ByteLimit(config.memory.vram_limit, memory.total));
     ledger_.SetReserve(config.memory.reserve, cuda::MemoryOfDevice);
     ledger_.set_low_water(ByteLimit(config.memory.low_water, memory.total));
-    const KvSizes kv_sizes = CudaKvSizes(model_config);
+    const KvSizes kv_sizes = CudaKvSizes(config, model_config);
     DORAD_RETURN_IF_ERROR(
         Describe(config, model_config, kv_sizes, AutoKvBytes(config, model_config, memory)));
     ledger_.SetGivesWay(
@@ -175,8 +176,10 @@ absl::Status CheckCudaConfig(const Config& config, const model::ModelConfig& mod
 
 absl::Status CheckCudaTower(const model::VisionConfig& vision) { return cuda::CheckTower(vision); }
 
-KvSizes CudaKvSizes(const model::ModelConfig& model) {
-  return {cuda::KvPageBytes(model), cuda::StateLayoutOf(model).pages()};
+KvSizes CudaKvSizes(const Config& config, const model::ModelConfig& model) {
+  return {cuda::KvPageBytes(model),
+          {model::KvGroups(model).windows, cuda::StateLayoutOf(model).pages(),
+           config.engine.max_step_tokens}};
 }
 
 absl::StatusOr<std::unique_ptr<Backend>> LoadCudaBackend(const Config& config,

@@ -4,6 +4,8 @@
 #include <utility>
 
 #include "kernels/decoder/feed.h"
+#include "server/engine/kv_needs.h"
+#include "server/model/kv_groups.h"
 #include "server/platform/error.h"
 
 namespace dorad::cuda {
@@ -35,24 +37,66 @@ absl::StatusOr<std::vector<AdapterRange>> ToRanges(absl::Span<const StepBatch::A
 
 RowKinds::RowKinds(const model::ModelConfig& model)
     : kv(KvLayoutOf(model)),
+      windows(model::KvGroups(model).windows),
       rotary(model.has_rotary_positions()),
       bidirectional(model.vision.has_value() && model.vision->bidirectional),
       state_pages(StateLayoutOf(model).pages()) {}
 
-int64_t PlacesOf(const StepSequence& sequence) {
-  return static_cast<int64_t>(sequence.pages.size() + sequence.state.size() +
-                              sequence.state_from.size());
+namespace {
+
+constexpr int64_t kListPages = kernels::kKvListTokens / kernels::kKvPageTokens;
+
+// The blocks that a list of pages has for the sequence's rows.
+struct Blocks {
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+Blocks BlocksOf(const StepSequence& sequence, int64_t window) {
+  const int64_t first = engine::FirstBlockSeen(window, sequence.position);
+  return {first / kListPages * kListPages,
+          engine::BlocksOf(sequence.position + static_cast<int64_t>(sequence.tokens.size()))};
 }
 
-void WritePages(const StepSequence& sequence, const KvLayout& kv, int32_t* pages, int32_t* next,
-                int32_t* begin, int32_t* state, int32_t* state_from) {
+}  // namespace
+
+int64_t RowKinds::PlacesOfRow(int64_t blocks) const {
+  int64_t places = 2 * state_pages;
+  for (const int64_t window : windows) {
+    // A window begins and ends within blocks, and its list before it.
+    const int64_t most = engine::BlocksOf(window) + kListPages;
+    places += window > 0 ? std::min(blocks, most) : blocks;
+  }
+  return places;
+}
+
+int64_t PlacesOf(const StepSequence& sequence, const RowKinds& kinds) {
+  auto places = static_cast<int64_t>(sequence.state.size() + sequence.state_from.size());
+  for (const int64_t window : kinds.windows) {
+    const Blocks blocks = BlocksOf(sequence, window);
+    places += blocks.end - blocks.begin;
+  }
+  return places;
+}
+
+void WritePages(const StepSequence& sequence, const RowKinds& kinds, int32_t* pages, int32_t* next,
+                int32_t* begin, int64_t stride, int32_t* state, int32_t* state_from) {
+  const KvLayout& kv = kinds.kv;
+  const size_t groups = kinds.windows.size();
+  for (size_t group = 0; group < groups; ++group) {
+    const Blocks blocks = BlocksOf(sequence, kinds.windows[group]);
+    begin[static_cast<int64_t>(group) * stride] = *next - static_cast<int32_t>(blocks.begin);
+    for (int64_t block = blocks.begin; block < blocks.end; ++block) {
+      // Before a window there may be none, -1: the spare page stands there, and is not read.
+      pages[(*next)++] = kv.Place(sequence.pages[block * groups + group] + kSparePages);
+    }
+  }
   // Returns where they begin.
   const auto write = [&](absl::Span<const int32_t> from) {
     std::transform(from.begin(), from.end(), pages + *next,
                    [&kv](int32_t page) { return kv.Place(page + kSparePages); });
     return std::exchange(*next, *next + static_cast<int32_t>(from.size()));
   };
-  *begin = write(sequence.pages);
   if (state == nullptr) return;
   *state = sequence.state.empty() ? -1 : write(sequence.state);
   if (!sequence.state_from.empty()) {
@@ -60,6 +104,15 @@ void WritePages(const StepSequence& sequence, const KvLayout& kv, int32_t* pages
   } else {
     *state_from = sequence.position > 0 ? *state : -1;
   }
+}
+
+std::vector<kernels::StepRows> ByGroup(const kernels::StepRows& rows, const RowKinds& kinds,
+                                       int64_t stride) {
+  std::vector<kernels::StepRows> by_group(kinds.windows.size(), rows);
+  for (size_t group = 0; group < by_group.size(); ++group) {
+    by_group[group].page_begin += static_cast<int64_t>(group) * stride;
+  }
+  return by_group;
 }
 
 void WriteRotary(const engine::PromptImages* images, int64_t position, int64_t count, int32_t* to) {
@@ -149,7 +202,8 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
   DORAD_RETURN_IF_ERROR(MakeBlocks(batch.samples, sequences, stream, &samples_));
   DORAD_RETURN_IF_ERROR(MakeBlocks(batch.scores, sequences, stream, &scores_));
   int64_t num_pages = 0;
-  for (const StepSequence& s : sequences) num_pages += PlacesOf(s);
+  for (const StepSequence& s : sequences) num_pages += PlacesOf(s, kinds_);
+  sequences_ = count;
   images_.clear();
   for (int64_t i = 0; i < count; ++i) {
     const StepSequence& s = sequences[batch.order[i]];
@@ -161,7 +215,8 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
     int32_t* ids = writer.Array(batch.rows, &rows_.token_ids);
     int32_t* positions = writer.Array(batch.rows, &rows_.positions);
     int32_t* owners = writer.Array(batch.rows, &rows_.sequences);
-    int32_t* page_begin = writer.Array(count, &rows_.page_begin);
+    int32_t* page_begin =
+        writer.Array(count * static_cast<int64_t>(kinds_.windows.size()), &rows_.page_begin);
     int32_t* pages = writer.Array(num_pages, &rows_.pages);
     int32_t* rotary = kinds_.rotary ? writer.Array(3 * batch.rows, &rows_.rotary) : nullptr;
     int32_t *row_begin = nullptr, *state = nullptr, *state_from = nullptr;
@@ -193,7 +248,8 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
       }
       if (sees_images) WriteReach(s.images, s.position, tokens, reach + row);
       std::fill_n(owners + row, tokens, static_cast<int32_t>(i));
-      WritePages(s, kinds_.kv, pages, &page, page_begin + i, state == nullptr ? nullptr : state + i,
+      WritePages(s, kinds_, pages, &page, page_begin + i, count,
+                 state == nullptr ? nullptr : state + i,
                  state == nullptr ? nullptr : state_from + i);
       if (row_begin != nullptr) {
         row_begin[i] = static_cast<int32_t>(row);

@@ -56,12 +56,30 @@ absl::StatusOr<std::vector<AdapterRange>> ToRanges(
     absl::Span<const engine::StepBatch::AdapterRows> rows, AdapterSlots* slots,
     const Stream& stream);
 
+// What the rows of a model's steps have.
+struct RowKinds {
+  explicit RowKinds(const model::ModelConfig& model);
+
+  KvLayout kv;                   // of their pages
+  std::vector<int64_t> windows;  // of each group of layers (model::KvGroups)
+  bool rotary = false;           // rotary positions
+  bool bidirectional = false;    // rows of an image see each other
+  int64_t state_pages = 0;       // of a sequence's recurrent state; 0: none
+
+  // The most places that WritePages writes for one row of a sequence with so many blocks.
+  int64_t PlacesOfRow(int64_t blocks) const;
+};
+
 // How many places WritePages writes for a sequence.
-int64_t PlacesOf(const engine::StepSequence& sequence);
-// Writes the places of a sequence's pages and state from pages[*next] on. begin, state, state_from:
-// its elements of StepRows' and StepStates' arrays; the last two null without a recurrence.
-void WritePages(const engine::StepSequence& sequence, const KvLayout& kv, int32_t* pages,
-                int32_t* next, int32_t* begin, int32_t* state, int32_t* state_from);
+int64_t PlacesOf(const engine::StepSequence& sequence, const RowKinds& kinds);
+// Writes the places of a sequence's pages and state from pages[*next] on. begin[group · stride],
+// state, state_from: its elements of StepRows' and StepStates' arrays; the last two null without a
+// recurrence.
+void WritePages(const engine::StepSequence& sequence, const RowKinds& kinds, int32_t* pages,
+                int32_t* next, int32_t* begin, int64_t stride, int32_t* state, int32_t* state_from);
+// The same rows for each group of layers. stride: from one group's page_begin to the next.
+std::vector<kernels::StepRows> ByGroup(const kernels::StepRows& rows, const RowKinds& kinds,
+                                       int64_t stride);
 
 // Steps in flight: a step's host buffers must stay while the step before is in flight.
 inline constexpr int kStepsInFlight = 2;
@@ -84,16 +102,6 @@ void WriteSegments(LinearRows* linear, ArrayWriter& writer);
 // Writes the rotary positions of `count` rows of a sequence from `position` on, three a row.
 void WriteRotary(const engine::PromptImages* images, int64_t position, int64_t count, int32_t* to);
 
-// What the rows of a model's steps have.
-struct RowKinds {
-  explicit RowKinds(const model::ModelConfig& model);
-
-  KvLayout kv;                 // of their pages
-  bool rotary = false;         // rotary positions
-  bool bidirectional = false;  // rows of an image see each other
-  int64_t state_pages = 0;     // of a sequence's recurrent state; 0: none
-};
-
 class DeviceBatch {
  public:
   // slots is borrowed. max_logits_rows: of one LogitsBlock.
@@ -108,8 +116,8 @@ class DeviceBatch {
                       absl::Span<const engine::StepSequence> sequences, const Stream& stream,
                       const SampledTokens& previous = {});
 
-  // Of the last upload.
-  const kernels::StepRows& rows() const { return rows_; }
+  // Of the last upload; the rows for each group of layers.
+  std::vector<kernels::StepRows> rows() const { return ByGroup(rows_, kinds_, sequences_); }
   const LinearRows& linear() const { return linear_; }
   const std::vector<ImageRows>& images() const { return images_; }
   const std::vector<LogitsBlock>& samples() const { return samples_; }
@@ -131,6 +139,7 @@ class DeviceBatch {
   std::array<Buffers, kStepsInFlight> buffers_;
   size_t next_ = 0;
   kernels::StepRows rows_;
+  int64_t sequences_ = 0;
   LinearRows linear_;
   std::vector<ImageRows> images_;
   std::vector<LogitsBlock> samples_;

@@ -16,14 +16,14 @@ constexpr char kStep[] = "the step";
 
 static_assert(DecodeBatch::kSizes.back() == kernels::kSegmentBlockRows);
 
-absl::StatusOr<DecodeBatch> DecodeBatch::Create(AdapterSlots* slots, int64_t pages_per_sequence,
+absl::StatusOr<DecodeBatch> DecodeBatch::Create(AdapterSlots* slots, int64_t blocks_per_sequence,
                                                 const RowKinds& kinds, MemoryLedger* ledger) {
   DecodeBatch batch(slots, kinds);
   Layout layout;
   batch.ids_at_ = layout.Add(kMaxRows * 4);
   batch.positions_at_ = layout.Add(kMaxRows * 4);
   batch.owners_at_ = layout.Add(kMaxRows * 4);
-  batch.page_begin_at_ = layout.Add(kMaxRows * 4);
+  batch.page_begin_at_ = layout.Add(kMaxRows * static_cast<int64_t>(kinds.windows.size()) * 4);
   batch.segments_at_ = layout.Add(kMaxRows * int64_t{sizeof(kernels::RowSegment)});
   batch.count_at_ = layout.Add(4);
   batch.rotary_at_ = layout.Add(kinds.rotary ? kMaxRows * 3 * 4 : 0);
@@ -32,8 +32,7 @@ absl::StatusOr<DecodeBatch> DecodeBatch::Create(AdapterSlots* slots, int64_t pag
     batch.state_at_ = layout.Add(kMaxRows * 4);
     batch.state_from_at_ = layout.Add(kMaxRows * 4);
   }
-  const int64_t places = pages_per_sequence + 2 * kinds.state_pages;
-  batch.pages_at_ = layout.Add((kMaxRows * places + 1) * 4);
+  batch.pages_at_ = layout.Add((kMaxRows * kinds.PlacesOfRow(blocks_per_sequence) + 1) * 4);
   for (PinnedBuffer& host : batch.hosts_) {
     DORAD_ASSIGN_OR_RETURN(host, PinnedBuffer::Allocate(layout.bytes()));
   }
@@ -93,13 +92,15 @@ absl::Status DecodeBatch::UploadPadded(const engine::StepBatch& batch,
       if (kinds_.rotary) {
         WriteRotary(s.images, s.position, 1, host.as<int32_t>(rotary_at_) + 3 * row);
       }
-      WritePages(s, kinds_.kv, pages, &page, begin, state, state_from);
+      WritePages(s, kinds_, pages, &page, begin, kMaxRows, state, state_from);
     } else {
       host.as<int32_t>(ids_at_)[row] = 0;
       host.as<int32_t>(positions_at_)[row] = 0;
       if (kinds_.rotary) WriteRotary(nullptr, 0, 1, host.as<int32_t>(rotary_at_) + 3 * row);
       if (has_states()) *state = *state_from = -1;
-      *begin = page;
+      for (size_t group = 0; group < kinds_.windows.size(); ++group) {
+        begin[group * kMaxRows] = page;
+      }
       pages[page] = kinds_.kv.Place(0);  // one for all padded rows
     }
   }
@@ -127,20 +128,21 @@ absl::Status DecodeBatch::UploadPadded(const engine::StepBatch& batch,
                   kStep);
 }
 
-kernels::StepRows DecodeBatch::rows(int size) const {
+std::vector<kernels::StepRows> DecodeBatch::rows(int size) const {
   kernels::StepStates states;
   if (has_states()) {
     states = {size, device_.as<int32_t>(row_begin_at_), device_.as<int32_t>(state_at_),
               device_.as<int32_t>(state_from_at_)};
   }
-  return {size,
-          device_.as<int32_t>(ids_at_),
-          device_.as<int32_t>(positions_at_),
-          device_.as<int32_t>(owners_at_),
-          device_.as<int32_t>(page_begin_at_),
-          device_.as<int32_t>(pages_at_),
-          kinds_.rotary ? device_.as<int32_t>(rotary_at_) : nullptr,
-          states};
+  const kernels::StepRows rows = {size,
+                                  device_.as<int32_t>(ids_at_),
+                                  device_.as<int32_t>(positions_at_),
+                                  device_.as<int32_t>(owners_at_),
+                                  device_.as<int32_t>(page_begin_at_),
+                                  device_.as<int32_t>(pages_at_),
+                                  kinds_.rotary ? device_.as<int32_t>(rotary_at_) : nullptr,
+                                  states};
+  return ByGroup(rows, kinds_, kMaxRows);
 }
 
 LinearRows DecodeBatch::linear(int size, bool adapted) const {

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
@@ -20,9 +21,9 @@ class DecodeBatch {
   static constexpr std::array<int, 19> kSizes = {1,  2,  4,  8,   16,  24,  32,  40,  48, 56,
                                                  64, 80, 96, 112, 128, 160, 192, 224, 256};
 
-  // slots is borrowed. pages_per_sequence: for keys and values. Padded rows write to the spare page
-  // and have no state.
-  static absl::StatusOr<DecodeBatch> Create(AdapterSlots* slots, int64_t pages_per_sequence,
+  // slots is borrowed. blocks_per_sequence: of positions with keys and values. Padded rows write to
+  // the spare page and have no state.
+  static absl::StatusOr<DecodeBatch> Create(AdapterSlots* slots, int64_t blocks_per_sequence,
                                             const RowKinds& kinds, MemoryLedger* ledger);
 
   // Whether every sequence decodes one token of text, in a batch that is small enough.
@@ -38,8 +39,8 @@ class DecodeBatch {
                       absl::Span<const engine::StepSequence> sequences,
                       const SampledTokens& previous, const Stream& stream);
 
-  // The arrays of a pass over `size` rows. The same for every step.
-  kernels::StepRows rows(int size) const;
+  // The arrays of a pass over `size` rows, for each group of layers. The same for every step.
+  std::vector<kernels::StepRows> rows(int size) const;
   LinearRows linear(int size, bool adapted) const;
 
  private:

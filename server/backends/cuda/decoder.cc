@@ -84,7 +84,7 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   DORAD_ASSIGN_OR_RETURN(kv_memory_,
                          KvMemory::Create(layout_of_kv, options_.kv_pages + kSparePages, ledger));
   const int64_t plane = layout_of_kv.plane_bytes() / static_cast<int64_t>(sizeof(__nv_bfloat16));
-  for (int64_t i = 0; i < config.num_attention_layers(); ++i) {
+  for (int64_t i = 0; i < groups_.slots; ++i) {
     __nv_bfloat16* k = kv_memory_.as<__nv_bfloat16>() + 2 * i * plane;
     kv_.push_back({k, k + plane});
   }
@@ -118,13 +118,9 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   const int64_t logits_at = layout.Add(options_.max_logits_rows * config.vocab_size * 4);
   const size_t plan_bytes = kernels::AttentionWorkspaceBytes(
       Shape(), static_cast<int32_t>(rows), static_cast<int32_t>(options_.max_positions));
-  std::map<int64_t, int64_t> plans_at;
-  for (const model::LayerSpec& layer : config.layers) {
-    if (layer.delta) continue;
-    const int64_t window = layer.attention.window;
-    if (plans_at.count(window) == 0) {
-      plans_at[window] = layout.Add(static_cast<int64_t>(plan_bytes));
-    }
+  std::vector<int64_t> plans_at;
+  for (size_t group = 0; group < groups_.windows.size(); ++group) {
+    plans_at.push_back(layout.Add(static_cast<int64_t>(plan_bytes)));
   }
   DORAD_ASSIGN_OR_RETURN(workspace_,
                          DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace, layout.bytes()));
@@ -141,8 +137,8 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   mixed_ = workspace_.as<float>(mixed_at);
   factors_ = workspace_.as<float>(factors_at);
   logits_ = workspace_.as<float>(logits_at);
-  for (const auto& [window, at] : plans_at) {
-    plans_[window] = {workspace_.as<>(at), plan_bytes, static_cast<int32_t>(rows)};
+  for (const int64_t at : plans_at) {
+    plans_.push_back({workspace_.as<>(at), plan_bytes, static_cast<int32_t>(rows)});
     DORAD_RETURN_IF_CUDA_ERROR(
         cudaMemsetAsync(workspace_.as<>(at), 0xFF, plan_bytes, stream_.get()), kStep);
   }
@@ -204,8 +200,9 @@ absl::Status CudaDecoder::Activate(int64_t layer, int64_t rows) {
   DORAD_CHECK(false);
 }
 
-absl::Status CudaDecoder::Attention(int64_t layer, int64_t number, const kernels::StepRows& rows,
-                                    const LinearRows& linear, bool decode) {
+absl::Status CudaDecoder::Attention(int64_t layer, const model::KvGroups::Place& place,
+                                    const kernels::StepRows& rows, const LinearRows& linear,
+                                    bool decode) {
   const model::ModelConfig& config = model_.config();
   const model::AttentionSpec& spec = config.layers[layer].attention;
   const LayerWeights& w = model_.layers()[layer];
@@ -223,17 +220,17 @@ absl::Status CudaDecoder::Attention(int64_t layer, int64_t number, const kernels
   rope.sin = ropes_[spec.rope].sin;
   rope.axes = ropes_[spec.rope].axes;
   rope.q = q_;
-  rope.cache = kv_[number];
+  rope.cache = kv_[place.slot];
   kernels::PagedAttentionParams attention;
   attention.isa = model_.isa();
   attention.rows = rows;
   attention.shape = rope.shape;
   attention.q = q_;
-  attention.cache = kv_[number];
+  attention.cache = kv_[place.slot];
   attention.softmax_scale = 1.0f / std::sqrt(static_cast<float>(spec.query_scalar));
   attention.window = static_cast<int32_t>(spec.window);
   attention.row_tiles = !decode;
-  attention.workspace = plans_.at(spec.window);
+  attention.workspace = plans_[place.group];
   attention.out = narrow_;
   if (decode) {
     // Every sequence has one row, and writes to a page of its own.
@@ -291,15 +288,15 @@ absl::Status CudaDecoder::Mlp(int64_t layer, const LinearRows& linear) {
   return linear_.Run(w.down, linear, narrow_, delta_);
 }
 
-absl::Status CudaDecoder::PlanAttention(const kernels::StepRows& rows, bool decode) {
-  for (const auto& [window, workspace] : plans_) {
+absl::Status CudaDecoder::PlanAttention(absl::Span<const kernels::StepRows> rows, bool decode) {
+  for (size_t group = 0; group < plans_.size(); ++group) {
     kernels::AttentionPlanParams plan;
     plan.isa = model_.isa();
-    plan.rows = rows;
+    plan.rows = rows[group];
     plan.shape = Shape();
-    plan.window = static_cast<int32_t>(window);
+    plan.window = static_cast<int32_t>(groups_.windows[group]);
     plan.row_tiles = !decode;
-    plan.workspace = workspace;
+    plan.workspace = plans_[group];
     DORAD_RETURN_IF_CUDA_ERROR(kernels::PlanAttention(plan, stream_.get()), kStep);
   }
   return absl::OkStatus();
@@ -329,9 +326,11 @@ absl::Status CudaDecoder::AddFeatures(int64_t layer, absl::Span<const ImageRows>
   return absl::OkStatus();
 }
 
-absl::Status CudaDecoder::Forward(const kernels::StepRows& rows, const LinearRows& linear,
-                                  absl::Span<const ImageRows> images, bool decode) {
+absl::Status CudaDecoder::Forward(absl::Span<const kernels::StepRows> by_group,
+                                  const LinearRows& linear, absl::Span<const ImageRows> images,
+                                  bool decode) {
   const model::ModelConfig& config = model_.config();
+  const kernels::StepRows& rows = by_group.front();
   DORAD_CHECK(rows.rows <= options_.max_rows);
   kernels::EmbedParams embed;
   embed.rows = rows;
@@ -345,7 +344,7 @@ absl::Status CudaDecoder::Forward(const kernels::StepRows& rows, const LinearRow
   embed.out = residual_;
   DORAD_RETURN_IF_CUDA_ERROR(kernels::Embed(embed, stream_.get()), kStep);
   DORAD_RETURN_IF_ERROR(EmbedImages(images));
-  DORAD_RETURN_IF_ERROR(PlanAttention(rows, decode));
+  DORAD_RETURN_IF_ERROR(PlanAttention(by_group, decode));
   int64_t net = 0;                     // the next delta-net
   const float* output_norm = nullptr;  // of the last layer's output, not yet added
   for (int64_t layer = 0; layer < config.num_layers(); ++layer) {
@@ -354,7 +353,8 @@ absl::Status CudaDecoder::Forward(const kernels::StepRows& rows, const LinearRow
     if (config.layers[layer].delta) {
       DORAD_RETURN_IF_ERROR(Delta(layer, net++, rows, linear, decode));
     } else {
-      DORAD_RETURN_IF_ERROR(Attention(layer, layer - net, rows, linear, decode));
+      const model::KvGroups::Place& place = groups_.places[static_cast<size_t>(layer - net)];
+      DORAD_RETURN_IF_ERROR(Attention(layer, place, by_group[place.group], linear, decode));
     }
     DORAD_RETURN_IF_ERROR(Norm(rows.rows, /*first=*/false, w.attention_output_norm, w.mlp_norm));
     DORAD_RETURN_IF_ERROR(Mlp(layer, linear));

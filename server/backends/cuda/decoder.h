@@ -6,7 +6,6 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <vector>
 
@@ -20,6 +19,7 @@
 #include "server/backends/cuda/kv_memory.h"
 #include "server/backends/cuda/linear.h"
 #include "server/backends/cuda/model.h"
+#include "server/model/kv_groups.h"
 
 namespace dorad::cuda {
 
@@ -41,9 +41,10 @@ class CudaDecoder {
                                                              const Stream* stream);
 
   // Launches one forward pass: writes keys and values of all rows, keeps the last layer's residual.
-  // images: rows that are tokens of images; a decode step has none. decode: no sequence has more
-  // than one row.
-  absl::Status Forward(const kernels::StepRows& rows, const LinearRows& linear,
+  // by_group: for each group of layers (model::KvGroups), the same but for their pages. images:
+  // rows that are tokens of images; a decode step has none. decode: no sequence has more than one
+  // row.
+  absl::Status Forward(absl::Span<const kernels::StepRows> by_group, const LinearRows& linear,
                        absl::Span<const ImageRows> images, bool decode);
   // Launches the final norm and the head for some rows of the last Forward. Returns device memory
   // [rows, vocabulary] fp32, valid until the next call.
@@ -61,6 +62,7 @@ class CudaDecoder {
  private:
   CudaDecoder(const CudaModel* model, const Options& options, const Stream* stream, Linear linear)
       : model_(*model),
+        groups_(model->config()),
         states_(StateLayoutOf(model->config())),
         options_(options),
         stream_(*stream),
@@ -68,10 +70,10 @@ class CudaDecoder {
 
   absl::Status AllocateAll(MemoryLedger* ledger);
   absl::Status UploadRope();
-  // A layer's mixer, from normed_ to delta_. number: of the model's layers with attention, or of
-  // its delta-nets.
-  absl::Status Attention(int64_t layer, int64_t number, const kernels::StepRows& rows,
-                         const LinearRows& linear, bool decode);
+  // A layer's mixer, from normed_ to delta_. rows: of the layer's group. number: of the model's
+  // delta-nets.
+  absl::Status Attention(int64_t layer, const model::KvGroups::Place& place,
+                         const kernels::StepRows& rows, const LinearRows& linear, bool decode);
   absl::Status Delta(int64_t layer, int64_t number, const kernels::StepRows& rows,
                      const LinearRows& linear, bool decode);
   absl::Status Mlp(int64_t layer, const LinearRows& linear);
@@ -79,7 +81,7 @@ class CudaDecoder {
   absl::Status EmbedImages(absl::Span<const ImageRows> images);
   // Adds the images' features for the layer to its last addend (DeepStack).
   absl::Status AddFeatures(int64_t layer, absl::Span<const ImageRows> images);
-  absl::Status PlanAttention(const kernels::StepRows& rows, bool decode);
+  absl::Status PlanAttention(absl::Span<const kernels::StepRows> rows, bool decode);
   // Adds delta_ (normed with delta_weight, if not null) to the residual unless `first`, and norms
   // the residual with `weight`.
   absl::Status Norm(int64_t rows, bool first, const float* delta_weight, const float* weight);
@@ -87,6 +89,7 @@ class CudaDecoder {
   kernels::AttentionShape Shape() const;
 
   const CudaModel& model_;
+  const model::KvGroups groups_;
   const model::DeltaStateLayout states_;
   const Options options_;
   const Stream& stream_;
@@ -94,9 +97,9 @@ class CudaDecoder {
   KvMemory kv_memory_;
   KvImage kv_image_;  // while it is released
   DeviceBuffer workspace_;
-  std::vector<kernels::KvCache> kv_;  // by layer with attention
-  // The plan of a step's attention for each window size (0: none).
-  std::map<int64_t, kernels::AttentionWorkspace> plans_;
+  std::vector<kernels::KvCache> kv_;  // by the layers of a page
+  // The plan of a step's attention for each group of layers.
+  std::vector<kernels::AttentionWorkspace> plans_;
   // Parts of the workspace.
   struct RopeTable {
     float* cos = nullptr;  // [max_positions, width / 2]

@@ -4,13 +4,14 @@
 
 #include "kernels/decoder/rows.h"
 #include "server/backends/cuda/mapped_memory.h"
+#include "server/model/kv_groups.h"
 
 namespace dorad::cuda {
 namespace {
 
 constexpr int64_t kElementBytes = sizeof(__nv_bfloat16);
 
-int64_t PlanesOf(const model::ModelConfig& config) { return 2 * config.num_attention_layers(); }
+int64_t PlanesOf(const model::ModelConfig& config) { return 2 * model::KvGroups(config).slots; }
 
 int64_t PlanePageBytes(const model::ModelConfig& config) {
   return config.kv_size() * kernels::kKvPageTokens * kElementBytes;

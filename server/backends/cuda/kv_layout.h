@@ -1,6 +1,6 @@
 // The layout of the KV cache's pages: chunks of a power of two of pages. Each chunk is whole pieces
 // of device memory, so that it can be released. A chunk is [planes, pages of a chunk]; a plane has
-// the keys or the values of one layer.
+// the keys or the values of one layer of each group (model::KvGroups), in pages of their own.
 //
 // Kernels have one stride, that of a page in a plane. They get page places instead of page numbers:
 // a page's place is its distance from its plane's first page in such strides.
@@ -55,7 +55,6 @@ class KvLayout {
 
 // Bytes of one page over all planes.
 int64_t KvPageBytes(const model::ModelConfig& config);
-// A plane has the keys or the values of one layer with attention.
 KvLayout KvLayoutOf(const model::ModelConfig& config);
 // The places of a recurrent state in such pages.
 model::DeltaStateLayout StateLayoutOf(const model::ModelConfig& config);

@@ -85,6 +85,7 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
   }
 
   int64_t kv_pages() const override { return options_.kv_pages; }
+  std::vector<int64_t> windows() const override { return kinds_.windows; }
   int64_t state_pages() const override { return kinds_.state_pages; }
 
   engine::KvChunks* kv_chunks() override { return this; }
@@ -184,10 +185,12 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
 
   absl::Status CopyPages(absl::Span<const StepSequence> sequences) {
     for (const StepSequence& s : sequences) {
-      if (s.copy_from < 0) continue;
-      DORAD_RETURN_IF_ERROR(decoder_->kv_memory().CopyPage(
-          s.copy_from + kSparePages, s.pages[s.position / engine::kKvPageTokens] + kSparePages,
-          stream_));
+      const int32_t* const to =
+          s.pages.data() + s.position / engine::kKvPageTokens * kinds_.windows.size();
+      for (size_t i = 0; i < s.copy_from.size(); ++i) {
+        DORAD_RETURN_IF_ERROR(decoder_->kv_memory().CopyPage(s.copy_from[i] + kSparePages,
+                                                             to[i] + kSparePages, stream_));
+      }
     }
     return absl::OkStatus();
   }

@@ -5,7 +5,7 @@
 namespace dorad {
 namespace {
 
-constexpr KvSizes kPage{.page_bytes = 1000};
+const KvSizes kPage{.page_bytes = 1000, .needs = {}};
 
 TEST(DescriptionTest, AnAutomaticKvCacheTakesTheAvailableMemory) {
   EXPECT_EQ(AutoKvPages(12'345, kPage, /*context_length=*/4096, /*max_running_sequences=*/8), 12);
@@ -18,7 +18,7 @@ TEST(DescriptionTest, AnAutomaticKvCacheIsNoLargerThanAllSequencesCanUse) {
 }
 
 TEST(DescriptionTest, ACacheHasRoomForTheStatesOfASequence) {
-  constexpr KvSizes kSizes{.page_bytes = 1000, .state_pages = 10};
+  const KvSizes kSizes{.page_bytes = 1000, .needs = {.state_pages = 10}};
   EXPECT_EQ(KvPages(32'000, kSizes).value(), 32);
   EXPECT_EQ(KvPages(31'999, kSizes).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(AutoKvPages(0, kSizes, 4096, 8), 32);

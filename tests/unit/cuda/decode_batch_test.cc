@@ -1,5 +1,6 @@
 #include "server/backends/cuda/decode_batch.h"
 
+#include "tests/unit/cuda/small_model.h"
 #include "tests/unit/support/test.h"
 
 namespace dorad::cuda {
@@ -53,6 +54,40 @@ TEST_F(DecodeBatchTest, ATokenThatIsNotThereYetIsNamedByWhereItWillBe) {
   for (int32_t i = 0; i < 3; ++i) {
     sequence.follows = i;
     EXPECT_EQ(FedToken(sequence, previous), -1 - previous.index[i]);
+  }
+}
+
+// Two groups: one that sees all, one with a window of 40 positions.
+TEST_F(DecodeBatchTest, ListsOfPagesBeginWhereKernelsBeginToRead) {
+  model::ModelConfig config = SmallModel(2);
+  config.layers[1].attention.window = 40;
+  const RowKinds kinds(config);
+  ASSERT_EQ(kinds.windows, (std::vector<int64_t>{0, 40}));
+  std::vector<int32_t> pages;  // of 13 blocks
+  for (int32_t block = 0; block < 13; ++block) {
+    pages.push_back(100 + block);
+    pages.push_back(block < 10 ? -1 : 200 + block);
+  }
+  StepSequence sequence = Decoding();
+  sequence.position = 203;  // the window begins in block 10
+  sequence.pages = pages;
+  constexpr int64_t kStride = 7;
+  std::vector<int32_t> begins(2 * kStride, -99), list(64, -99);
+  int32_t next = 3;
+  WritePages(sequence, kinds, list.data(), &next, begins.data() + 2, kStride, nullptr, nullptr);
+  EXPECT_EQ(next, 3 + PlacesOf(sequence, kinds));
+  EXPECT_LE(PlacesOf(sequence, kinds), kinds.PlacesOfRow(13));
+  for (int32_t block = 0; block < 13; ++block) {
+    EXPECT_EQ(list[begins[2] + block], kinds.kv.Place(100 + block + kSparePages));
+  }
+  const int32_t windowed = begins[2 + kStride];
+  EXPECT_EQ(windowed, 3 + 13 - 8) << "a list begins at a multiple of 64 positions";
+  for (int32_t block = 8; block < 13; ++block) {
+    EXPECT_EQ(list[windowed + block], kinds.kv.Place(block < 10 ? 0 : 200 + block + kSparePages));
+  }
+  // The most that any row needs.
+  for (sequence.position = 0; sequence.position < 208; ++sequence.position) {
+    EXPECT_LE(PlacesOf(sequence, kinds), kinds.PlacesOfRow(13)) << sequence.position;
   }
 }
 

@@ -3,6 +3,7 @@
 #include "server/backends/cuda/adapter.h"
 #include "server/backends/cuda/decoder.h"
 #include "server/backends/cuda/kv_layout.h"
+#include "server/model/kv_groups.h"
 #include "tests/unit/cuda/small_model.h"
 #include "tests/unit/kernels/device.h"
 
@@ -13,8 +14,8 @@ using engine::StepOutput;
 using engine::StepSequence;
 using engine::TokenId;
 
-constexpr int64_t kPages = 128;
-constexpr int64_t kMostPages = 8;  // of a sequence
+constexpr int64_t kPages = 256;
+constexpr int64_t kMostBlocks = 8;  // of a sequence
 
 // With norms of queries and keys, and heads of the attention kernel's own size.
 model::ModelConfig SmallQwen3() {
@@ -22,7 +23,7 @@ model::ModelConfig SmallQwen3() {
   config.model_type = "qwen3";
   config.num_heads = 4;
   config.head_dim = 64;
-  config.context_length = kMostPages * engine::kKvPageTokens;
+  config.context_length = kMostBlocks * engine::kKvPageTokens;
   config.ropes[0].width = config.head_dim;
   for (model::LayerSpec& layer : config.layers) {
     layer.attention.qkv_bias = false;
@@ -109,9 +110,10 @@ class CudaModelRunnerTest : public kernels::KernelTest, public testing::WithPara
     for (int i = 0; i < 7; ++i) {
       Line& line = lines.emplace_back();
       for (int t = 0; t < 3 + 11 * (i % 3); ++t) line.tokens.push_back((17 * i + 29 * t) % 1000);
-      for (int p = 0; p < kMostPages; ++p) line.pages.push_back(PageAt(kMostPages * i + p));
+      const int pages = static_cast<int>(kMostBlocks) * Groups();
+      for (int p = 0; p < pages; ++p) line.pages.push_back(PageAt(pages * i + p));
       for (int p = 0; p < StatePages(); ++p) {
-        line.state.push_back(PageAt(kMostPages * 7 + StatePages() * i + p));
+        line.state.push_back(PageAt(pages * 7 + StatePages() * i + p));
       }
       line.want.sampling.temperature = i % 2 == 0 ? 0.0f : 0.8f;
       line.want.sampling.seed = static_cast<uint64_t>(i);
@@ -160,6 +162,7 @@ class CudaModelRunnerTest : public kernels::KernelTest, public testing::WithPara
         }
         line.begun += static_cast<int64_t>(s.tokens.size());
         line.want.position = line.begun;
+        if (forgets_) ForgetBehind(s.position, &line);
         s.pages = line.pages;
         s.state = line.state;
         s.adapter = line.adapter;
@@ -175,6 +178,19 @@ class CudaModelRunnerTest : public kernels::KernelTest, public testing::WithPara
     return {lines.begin(), lines.end()};
   }
 
+  // As the engine does: the pages that no row sees any more are others' now.
+  static void ForgetBehind(int64_t position, Line* line) {
+    const std::vector<int64_t> windows = model::KvGroups(GetParam().config()).windows;
+    for (size_t at = 0; at < line->pages.size(); ++at) {
+      const auto block = static_cast<int64_t>(at / windows.size());
+      const int64_t window = windows[at % windows.size()];
+      if (block < engine::FirstBlockSeen(window, position)) line->pages[at] = -1;
+    }
+  }
+
+  static int Groups() {
+    return static_cast<int>(model::KvGroups(GetParam().config()).windows.size());
+  }
   static int StatePages() { return static_cast<int>(StateLayoutOf(GetParam().config()).pages()); }
 
   // Every second page lies in the cache's last chunk, if there are three.
@@ -186,6 +202,7 @@ class CudaModelRunnerTest : public kernels::KernelTest, public testing::WithPara
   MemoryLedger ledger_;
   int64_t kv_pages_ = kPages;
   std::vector<int32_t> away_;  // chunks of the cache
+  bool forgets_ = true;
   engine::LogprobParams raw_;
   std::unique_ptr<CudaModel> model_;
   std::vector<std::unique_ptr<adapter::LoadedAdapter>> adapters_;
@@ -203,6 +220,44 @@ TEST_P(CudaModelRunnerTest, PagesServeAlikeWhereverTheyLieAndWhateverIsAway) {
   }
 }
 
+TEST_P(CudaModelRunnerTest, PagesBehindAWindowAreNotRead) {
+  const std::vector<Line> without = Generate(40, 1);
+  forgets_ = false;
+  const std::vector<Line> with = Generate(40, 1);
+  for (size_t i = 0; i < with.size(); ++i) {
+    EXPECT_EQ(with[i].tokens, without[i].tokens) << i;
+    EXPECT_EQ(with[i].logprobs, without[i].logprobs) << i;
+  }
+}
+
+// In pieces that are computed as tiles of rows, at places where windows begin behind them.
+TEST_P(CudaModelRunnerTest, PromptsInPiecesHaveTheBitsOfWholeOnes) {
+  constexpr int64_t kPrompt = 120;
+  const auto generate = [&](int64_t piece) {
+    auto runner = Must(MakeCudaModelRunner(model_.get(), {kv_pages_, 128, 256, 8}, &ledger_));
+    Line line = Lines()[0];
+    line.tokens.clear();
+    for (int64_t t = 0; t < kPrompt; ++t) line.tokens.push_back((31 * t + 7) % 1000);
+    line.want.position = kPrompt;
+    StepOutput output;
+    for (; line.begun < kPrompt; line.begun += piece) {
+      StepSequence s;
+      s.position = line.begun;
+      s.tokens = absl::MakeConstSpan(line.tokens).subspan(line.begun, piece);
+      ForgetBehind(s.position, &line);
+      s.pages = line.pages;
+      s.state = line.state;
+      if (line.begun + piece == kPrompt) s.samples = {&line.want, 1};
+      EXPECT_TRUE(runner->Begin({s}).ok());
+      output = Must(runner->Finish()).at(0);
+    }
+    return std::pair(output.tokens, output.logprobs.top_logprobs);
+  };
+  const auto whole = generate(kPrompt);
+  EXPECT_EQ(whole.first.size(), 1u);
+  for (const int64_t piece : {60, 40, 5}) EXPECT_EQ(generate(piece), whole) << piece;
+}
+
 TEST_P(CudaModelRunnerTest, StepsInFlightGiveTheSameBitsAsOneAtATime) {
   const std::vector<Line> one = Generate(40, 0);
   const std::vector<Line> two = Generate(40, 1);
@@ -218,13 +273,13 @@ TEST_P(CudaModelRunnerTest, RowsOfLargeBatchesHaveTheBitsOfSmallOnes) {
   constexpr int kLines = 450;
   const auto generate = [&](int at_once) {
     auto runner = Must(MakeCudaModelRunner(
-        model_.get(), {kLines * (1 + StatePages()), 128, 4 * kLines, kLines}, &ledger_));
+        model_.get(), {kLines * (Groups() + StatePages()), 128, 4 * kLines, kLines}, &ledger_));
     std::deque<Line> lines(kLines);
     for (int i = 0; i < kLines; ++i) {
       lines[i].tokens = {i, 7 * i % 1000, 5};
-      lines[i].pages = {i};
+      for (int p = 0; p < Groups(); ++p) lines[i].pages.push_back(Groups() * i + p);
       for (int p = 0; p < StatePages(); ++p) {
-        lines[i].state.push_back(kLines + StatePages() * i + p);
+        lines[i].state.push_back(kLines * Groups() + StatePages() * i + p);
       }
       lines[i].want.sampling.temperature = 0.8f;
       lines[i].want.sampling.seed = static_cast<uint64_t>(i);
@@ -285,11 +340,22 @@ TEST_P(CudaModelRunnerTest, RowsOfOthersAndCopiedPagesGiveTheSameBits) {
       line.want.logprobs = &raw_;
       line.adapter = adapter;
     }
-    lines[0].pages = {4, 1, 2, 3};
-    lines[1].pages = {4, 5, 6, 7};
-    lines[2].pages = {4, 8, 9, 10};
+    const int groups = Groups();
+    const auto pages_of = [groups](std::vector<int32_t> blocks) {
+      std::vector<int32_t> pages;
+      for (const int32_t block : blocks) {
+        for (int32_t group = 0; group < groups; ++group) pages.push_back(groups * block + group);
+      }
+      return pages;
+    };
+    lines[0].pages = pages_of({4, 1, 2, 3});
+    lines[1].pages = pages_of({4, 5, 6, 7});
+    lines[2].pages = pages_of({4, 8, 9, 10});
+    const std::vector<int32_t> copied = pages_of({1});
     std::vector<int32_t> states[3];
-    for (int i = 0; i < 3 * StatePages(); ++i) states[i / StatePages()].push_back(11 + i);
+    for (int i = 0; i < 3 * StatePages(); ++i) {
+      states[i / StatePages()].push_back(11 * groups + i);
+    }
     const int most = StatePages() > 0 ? 2 : 3;
     const auto begun = static_cast<int64_t>(prompt.size());
     for (int step = 0; step < 20; ++step) {
@@ -304,7 +370,7 @@ TEST_P(CudaModelRunnerTest, RowsOfOthersAndCopiedPagesGiveTheSameBits) {
         } else {
           const bool late = i == 2 && step == 4;
           if (late) line.begun = begun - 1;
-          if (late || (i == 1 && step == 1)) s.copy_from = lines[0].pages[1];
+          if (late || (i == 1 && step == 1)) s.copy_from = copied;
           s.tokens = absl::MakeConstSpan(line.tokens).subspan(line.begun);
         }
         s.position = line.begun;

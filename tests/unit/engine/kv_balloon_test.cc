@@ -36,7 +36,7 @@ class KvBalloonTest : public ::testing::Test {
     ASSERT_TRUE(pages_.Allocate(pages_.total(), &held));
     for (const int32_t page : held) {
       const std::vector<TokenId> tokens(kKvPageTokens, page);
-      pages_.Register(PrefixRoot("", ""), tokens, page);
+      pages_.Register(PrefixRoot("", ""), tokens, {page});
     }
     pages_.Release(&held);
     ASSERT_EQ(pages_.cached(), pages_.total());

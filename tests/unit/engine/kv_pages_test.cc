@@ -17,7 +17,7 @@ PrefixNode Fill(KvPages& pages, PrefixNode node, const std::vector<TokenId>& tok
   for (size_t i = 0; i + kKvPageTokens <= tokens.size(); i += kKvPageTokens) {
     EXPECT_TRUE(pages.Allocate(1, held));
     node =
-        pages.Register(node, absl::MakeConstSpan(tokens).subspan(i, kKvPageTokens), held->back());
+        pages.Register(node, absl::MakeConstSpan(tokens).subspan(i, kKvPageTokens), {held->back()});
   }
   return node;
 }
@@ -96,15 +96,15 @@ TEST(KvPages, FindsThePageWithTheMostTokensOfAPart) {
   other[5] = 999;
   std::vector<int32_t> held;
   ASSERT_TRUE(pages.Allocate(3, &held));
-  pages.Register(root, absl::MakeConstSpan(tokens).first(9), held[0]);
-  pages.Register(root, other, held[1]);
-  pages.Register(PrefixRoot("", "salt"), tokens, held[2]);
-  const auto match = [&](size_t count, int32_t* page) {
+  pages.Register(root, absl::MakeConstSpan(tokens).first(9), {held[0]});
+  pages.Register(root, other, {held[1]});
+  pages.Register(PrefixRoot("", "salt"), tokens, {held[2]});
+  const auto match = [&](size_t count, std::vector<int32_t>* page) {
     return pages.MatchPart(root, absl::MakeConstSpan(tokens).first(count), page);
   };
-  int32_t page = -1;
+  std::vector<int32_t> page;
   EXPECT_EQ(match(16, &page), 9) << "the unfinished page has more of them";
-  EXPECT_EQ(page, held[0]);
+  EXPECT_EQ(page, std::vector{held[0]});
   EXPECT_EQ(match(4, &page), 4);
   std::vector<int32_t> found;
   PrefixNode node = root;
@@ -118,7 +118,7 @@ TEST(KvPages, FindsThePageWithTheMostTokensOfAPart) {
   std::vector<int32_t> evicting;
   ASSERT_TRUE(pages.Allocate(3, &evicting));
   EXPECT_EQ(match(16, &page), 5) << "only the held one is left";
-  EXPECT_EQ(page, all[1]);
+  EXPECT_EQ(page, std::vector{all[1]});
   pages.Release(&evicting);
   pages.Release(&held);
   pages.CheckIntegrity();
@@ -183,8 +183,8 @@ TEST(KvPages, RegistersASharedPageAgainWhenItsOldParentIsGone) {
   pages.Release(&x);
   std::vector<int32_t> z;
   ASSERT_TRUE(pages.Allocate(1, &z));  // evicts x's page
-  PrefixNode node = pages.Register(root, page_tokens(0), y[0]);
-  pages.Register(node, page_tokens(1), y[1]);
+  PrefixNode node = pages.Register(root, page_tokens(0), {y[0]});
+  pages.Register(node, page_tokens(1), {y[1]});
   pages.CheckIntegrity();
   pages.Release(&y);
   node = root;
@@ -213,7 +213,7 @@ TEST(KvPages, KeepsItsBooksUnderRandomUse) {
           node = pages.Register(node,
                                 absl::MakeConstSpan(tokens).subspan(
                                     (holder.size() - 1) * kKvPageTokens, kKvPageTokens),
-                                holder.back());
+                                {holder.back()});
         }
         break;
       }
@@ -339,7 +339,7 @@ TEST(KvPagesInChunks, KeepTheirBooksUnderRandomUse) {
             node = pages.Register(node,
                                   absl::MakeConstSpan(tokens).subspan(
                                       (holder.size() - 1) * kKvPageTokens, kKvPageTokens),
-                                  holder.back());
+                                  {holder.back()});
           }
           break;
         }
@@ -383,7 +383,7 @@ struct KvPagesWithState : ::testing::Test {
     pages.MatchPrefix(absl::MakeConstSpan(tokens).first(kKvPageTokens), &node, &first);
     pages.Release(&first);
     pages.Register(node, absl::MakeConstSpan(tokens).subspan(kKvPageTokens, kKvPageTokens),
-                   held.back(), state);
+                   {held.back()}, state);
   }
   ~KvPagesWithState() override {
     pages.CheckIntegrity();
@@ -471,8 +471,8 @@ TEST_F(KvPagesWithState, AnEqualPrefixKeepsItsState) {
   PrefixNode node = root;
   std::vector<int32_t> first;
   pages.MatchPrefix(absl::MakeConstSpan(tokens).first(kKvPageTokens), &node, &first);
-  pages.Register(node, absl::MakeConstSpan(tokens).subspan(kKvPageTokens, kKvPageTokens), other[0],
-                 other_state);
+  pages.Register(node, absl::MakeConstSpan(tokens).subspan(kKvPageTokens, kKvPageTokens),
+                 {other[0]}, other_state);
   EXPECT_FALSE(pages.IsShared(other_state[0]));
   EXPECT_EQ(Find(tokens), std::pair(held, state));
   for (auto* list : {&first, &other, &other_state}) pages.Release(list);

@@ -28,7 +28,8 @@ TEST_F(PrefixInFlightTest, ARepeatedPromptIsComputedOnce) {
   const auto three = Step();
   ASSERT_EQ(three.size(), 2u);
   EXPECT_EQ(three[1].position, 40);
-  EXPECT_EQ(three[1].copy_from, last) << "the prompt's end, before the next token's row";
+  EXPECT_EQ(three[1].copy_from, std::vector{last})
+      << "the prompt's end, before the next token's row";
 }
 
 TEST_F(PrefixInFlightTest, StepsInFlightCount) {
@@ -39,7 +40,7 @@ TEST_F(PrefixInFlightTest, StepsInFlightCount) {
   const auto two = scheduler_->Schedule();  // while the first one's prompt is computed
   ASSERT_EQ(two.size(), 2u);
   EXPECT_EQ(two[1].sequence, second);
-  EXPECT_EQ(two[1].copy_from, first->pages[2]);
+  EXPECT_EQ(two[1].copy_from, std::vector{first->pages[2]});
   Finish(one);
   Finish(two);
 }
@@ -58,9 +59,9 @@ TEST_F(PrefixInFlightTest, APageThatIsNotCopiedYetIsNobodysSource) {
   const auto two = scheduler_->Schedule();
   ASSERT_EQ(two.size(), 2u);
   EXPECT_EQ(two[0].sequence, second);
-  EXPECT_EQ(two[0].copy_from, source);
+  EXPECT_EQ(two[0].copy_from, std::vector{source});
   EXPECT_EQ(two[1].sequence, late);
-  EXPECT_EQ(two[1].copy_from, source) << "the second one's page is being written";
+  EXPECT_EQ(two[1].copy_from, std::vector{source}) << "the second one's page is being written";
   Land(two);
 }
 
@@ -77,7 +78,7 @@ TEST_F(PrefixInFlightTest, NothingOfThisStepIsCopiedInThisStep) {
   const auto two = scheduler_->Schedule();
   ASSERT_EQ(two.size(), 3u);
   EXPECT_EQ(two[2].sequence, sibling);
-  EXPECT_EQ(two[2].copy_from, first->pages[1]);
+  EXPECT_EQ(two[2].copy_from, std::vector{first->pages[1]});
   Finish(two);
 }
 
@@ -89,7 +90,7 @@ TEST_F(PrefixInFlightTest, ACopyThatDidNotHappenLeavesNoPage) {
   Land(scheduler_->Schedule());
   const auto chunks = scheduler_->Schedule();
   ASSERT_EQ(chunks.size(), 1u);
-  ASSERT_GE(chunks[0].copy_from, 0);
+  ASSERT_FALSE(chunks[0].copy_from.empty());
   // The step does not begin: its sequences end.
   scheduler_->Landed(chunks[0]);
   scheduler_->Remove(second);
@@ -248,7 +249,7 @@ TEST_F(PrefixInFlightTest, ACopiedPageIsHeldUntilTheCopyHasLanded) {
   const int32_t copied = first->pages[2];
   const auto chunks = scheduler_->Schedule();
   ASSERT_EQ(chunks.size(), 2u);
-  EXPECT_EQ(chunks[1].copy_from, copied);
+  EXPECT_EQ(chunks[1].copy_from, std::vector{copied});
   scheduler_->Remove(first);
   EXPECT_EQ(pages_->used(), 4) << "two shared pages, the copy and its source";
   Land(chunks);

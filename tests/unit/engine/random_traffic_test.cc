@@ -17,7 +17,7 @@ struct Pending {
 
 // No page that a row of the step writes, or a state, is any other sequence's in the same step,
 // except one that samples from another's row.
-void ExpectPagesApart(absl::Span<const StepSequence> step) {
+void ExpectPagesApart(absl::Span<const StepSequence> step, int64_t groups) {
   std::map<int32_t, int> users;  // sequences of the step, by page
   for (const StepSequence& s : step) {
     if (s.row_of >= 0) continue;
@@ -28,11 +28,18 @@ void ExpectPagesApart(absl::Span<const StepSequence> step) {
   for (const StepSequence& s : step) {
     if (s.row_of >= 0) continue;
     const auto end = s.position + static_cast<int64_t>(s.tokens.size());
-    for (int64_t p = s.position / kKvPageTokens; p * kKvPageTokens < end; ++p) {
+    for (int64_t p = s.position / kKvPageTokens * groups; p / groups * kKvPageTokens < end; ++p) {
       EXPECT_EQ(users[s.pages[p]], 1) << "page " << s.pages[p];
     }
     for (const int32_t page : s.state) EXPECT_EQ(users[page], 1) << "state in page " << page;
   }
+}
+
+// Of one to three groups of layers.
+std::vector<int64_t> RandomWindows(std::mt19937* random) {
+  const auto window = static_cast<int64_t>(2 + (*random)() % 60);
+  const std::vector<int64_t> choices[] = {{0}, {0, window}, {window}, {0, window, window}};
+  return choices[(*random)() % 4];
 }
 
 // A sequence of up to three tokens of a sample ends it, and every other sample that has it.
@@ -96,22 +103,27 @@ void ExpectRightAsFarAsItGoes(const Outcome& outcome, const std::vector<SampleTe
 // Random arrivals, cancels, aborts and deadlines over few pages, also while rows are in flight:
 // whatever finishes has exactly the tokens of a run of its own, and everything is given back.
 TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
-  for (uint32_t seed = 0; seed < 9; ++seed) {
+  for (uint32_t seed = 0; seed < 15; ++seed) {
     std::mt19937 random(seed);
     EngineOptions options = DefaultOptions();
     options.max_step_tokens = 1 + random() % 60;
     options.max_running_sequences = 1 + random() % 12;
     options.image_cache_bytes = static_cast<int64_t>(random() % 4) * FakeFeatures::kBytes;
     const int64_t state_pages = seed % 3 == 2 ? 1 + random() % 3 : 0;
-    const int64_t pages = 6 + random() % 20 + (1 + random() % 3) * kMostStates * state_pages;
-    Start(options, pages, /*max_steps_in_flight=*/1 + seed % 2, /*chunk_pages=*/0, state_pages);
+    const std::vector<int64_t> windows =
+        state_pages > 0 ? std::vector<int64_t>{0} : RandomWindows(&random);
+    const auto groups = static_cast<int64_t>(windows.size());
+    const int64_t pages =
+        (6 + random() % 20) * groups + (1 + random() % 3) * kMostStates * state_pages;
+    Start(options, pages, /*max_steps_in_flight=*/1 + seed % 2, /*chunk_pages=*/0, state_pages,
+          windows);
     const std::vector<std::shared_ptr<const adapter::LoadedAdapter>> adapters = {
         nullptr, MakeAdapter("a", 1), MakeAdapter("a", 2), MakeAdapter("b", 1),
         MakeAdapter("tower", 1)};
     ImageStore images(1 << 20);
     runner_->pieces_of_image = 1 + static_cast<int>(seed % 3);
-    runner_->on_begin = [](absl::Span<const StepSequence> step) {
-      ExpectPagesApart(step);
+    runner_->on_begin = [groups](absl::Span<const StepSequence> step) {
+      ExpectPagesApart(step, groups);
       return absl::OkStatus();
     };
     // Ends that come while a step is computed.
@@ -202,7 +214,9 @@ TEST_F(EngineTest, RandomFaultsChangeNoTokenAndLoseNothing) {
     EngineOptions options = DefaultOptions();
     options.max_step_tokens = 4 + random() % 60;
     options.max_running_sequences = 2 + random() % 12;
-    Start(options, 8 + random() % 20, /*max_steps_in_flight=*/1 + seed % 2);
+    const std::vector<int64_t> windows = RandomWindows(&random);
+    Start(options, (8 + random() % 20) * static_cast<int64_t>(windows.size()),
+          /*max_steps_in_flight=*/1 + seed % 2, /*chunk_pages=*/0, /*state_pages=*/0, windows);
     auto faults = std::make_shared<std::mt19937>(seed);  // the engine's thread
     runner_->on_begin = [faults](auto) {
       return (*faults)() % 60 == 0 ? absl::InternalError("begin") : absl::OkStatus();

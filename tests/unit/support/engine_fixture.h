@@ -60,9 +60,9 @@ class EngineTest : public ::testing::Test {
   }
 
   void Start(EngineOptions options, int64_t pages, int max_steps_in_flight = 2,
-             int64_t chunk_pages = 0, int64_t state_pages = 0) {
-    auto runner =
-        std::make_unique<FakeModelRunner>(pages, max_steps_in_flight, chunk_pages, state_pages);
+             int64_t chunk_pages = 0, int64_t state_pages = 0, std::vector<int64_t> windows = {0}) {
+    auto runner = std::make_unique<FakeModelRunner>(pages, max_steps_in_flight, chunk_pages,
+                                                    state_pages, std::move(windows));
     runner_ = runner.get();
     engine_ = std::make_unique<Engine>(options, std::move(runner), &metrics_);
   }

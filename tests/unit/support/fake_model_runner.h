@@ -1,7 +1,8 @@
 // A model without a model: the "keys and values" of a position are a hash of everything before it,
 // kept in KV pages like the real ones. A wrong page, a stale prefix, a lost or repeated row change
 // the tokens that come out, so tests of the scheduler see such faults. With a recurrence its state
-// is the hash of the last position, in each of its pages.
+// is the hash of the last position, in each of its pages. With groups of layers each one keeps the
+// hash, and a row checks it wherever the group's window lets it look.
 #pragma once
 
 #include <algorithm>
@@ -78,14 +79,17 @@ inline bool FakeChangesImages(const adapter::LoadedAdapter* adapter) {
 class FakeModelRunner final : public ModelRunner, private KvChunks {
  public:
   // chunk_pages: 0: the cache's memory stays. state_pages: 0: there is no recurrence.
+  // windows: above 1, or 0.
   explicit FakeModelRunner(int64_t pages, int max_steps_in_flight = 2, int64_t chunk_pages = 0,
-                           int64_t state_pages = 0)
-      : kv_(static_cast<size_t>(pages * kKvPageTokens), 0),
+                           int64_t state_pages = 0, std::vector<int64_t> windows = {0})
+      : kv_(static_cast<size_t>(pages * kKvPageTokens)),
         max_steps_in_flight_(max_steps_in_flight),
         chunk_pages_(chunk_pages),
-        state_pages_(state_pages) {}
+        state_pages_(state_pages),
+        windows_(std::move(windows)) {}
 
   int64_t kv_pages() const override { return static_cast<int64_t>(kv_.size()) / kKvPageTokens; }
+  std::vector<int64_t> windows() const override { return windows_; }
   int64_t state_pages() const override { return state_pages_; }
   KvChunks* kv_chunks() override { return chunk_pages_ > 0 ? this : nullptr; }
   int max_steps_in_flight() const override { return max_steps_in_flight_; }
@@ -102,7 +106,8 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
       CheckCopy(s, sequences);
       DORAD_CHECK(static_cast<int64_t>(s.state.size()) == state_pages_);
       DORAD_CHECK(s.state_from.empty() || s.state_from.size() == s.state.size());
-      DORAD_CHECK(state_pages_ == 0 || (s.row_of < 0 && s.copy_from < 0));
+      DORAD_CHECK(state_pages_ == 0 || (s.row_of < 0 && s.copy_from.empty()));
+      DORAD_CHECK(s.copy_from.empty() || s.copy_from.size() == windows_.size());
       step.push_back(Rows(s));
     }
     if (in_flight_.size() == 1) previous_.clear();
@@ -114,10 +119,11 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     std::vector<Rows> step = std::move(in_flight_.front());
     in_flight_.pop_front();
     for (const Rows& rows : step) {
-      if (rows.copy_from < 0) continue;
-      const auto from = kv_.begin() + rows.copy_from * kKvPageTokens;
-      std::copy(from, from + rows.position % kKvPageTokens,
-                &At(rows, rows.position / kKvPageTokens * kKvPageTokens));
+      for (size_t group = 0; group < rows.copy_from.size(); ++group) {
+        const auto from = kv_.begin() + rows.copy_from[group] * kKvPageTokens;
+        std::copy(from, from + rows.position % kKvPageTokens,
+                  &At(rows, rows.position / kKvPageTokens * kKvPageTokens, group));
+      }
     }
     std::vector<StepOutput> outputs(step.size());
     for (size_t i = 0; i < step.size(); ++i) {
@@ -160,7 +166,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
   absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep) override {
     DORAD_CHECK(in_flight_.empty() && !released_);
     if (fail_release) return absl::InternalError("injected");
-    std::vector<uint64_t> kept(kv_.size(), 0xDEAD);
+    std::vector<Kv> kept(kv_.size(), kLost);
     for (const int32_t page : keep) {
       const auto begin = kv_.begin() + page * kKvPageTokens;
       std::copy(begin, begin + kKvPageTokens, kept.begin() + page * kKvPageTokens);
@@ -211,7 +217,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
           row_of(s.row_of),
           position(s.position),
           pages(s.pages.begin(), s.pages.end()),
-          copy_from(s.copy_from),
+          copy_from(s.copy_from.begin(), s.copy_from.end()),
           state(s.state.begin(), s.state.end()),
           state_from(s.state_from.begin(), s.state_from.end()),
           adapter(s.adapter) {
@@ -243,7 +249,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     int32_t row_of;
     int64_t position;
     std::vector<int32_t> pages;
-    int32_t copy_from;
+    std::vector<int32_t> copy_from;
     std::vector<int32_t> state;
     std::vector<int32_t> state_from;
     const adapter::LoadedAdapter* adapter;
@@ -259,7 +265,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     ++chunks_released;
     const int64_t tokens = chunk_pages_ * kKvPageTokens;
     const int64_t end = std::min<int64_t>((chunk + 1) * tokens - kKvPageTokens, kv_.size());
-    std::fill(kv_.begin() + chunk * tokens - kKvPageTokens, kv_.begin() + end, 0xDEAD);
+    std::fill(kv_.begin() + chunk * tokens - kKvPageTokens, kv_.begin() + end, kLost);
   }
   absl::Status Map(int32_t chunk) override {
     DORAD_CHECK(!released_);
@@ -269,25 +275,51 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     return absl::OkStatus();
   }
 
-  uint64_t& At(const Rows& s, int64_t position) {
-    const int32_t page = s.pages[position / kKvPageTokens];
+  // Of a position in a page of one group.
+  struct Kv {
+    uint64_t hash = 0;
+    uint64_t before = 0;  // of the position before
+    size_t group = 0;
+  };
+  static constexpr Kv kLost = {0xDEAD, 0xDEAD, 99};
+
+  Kv& At(const Rows& s, int64_t position, size_t group) {
+    const int32_t page = s.pages[position / kKvPageTokens * windows_.size() + group];
+    DORAD_CHECK(page >= 0);
     DORAD_CHECK(chunk_pages_ == 0 || lent_.count((page + 1) / chunk_pages_) == 0);
-    return kv_[s.pages[position / kKvPageTokens] * kKvPageTokens + position % kKvPageTokens];
+    return kv_[page * kKvPageTokens + position % kKvPageTokens];
+  }
+
+  // Each group has what it had when the positions before were computed.
+  void CheckWindows(const Rows& s, int64_t position, uint64_t before) {
+    if (windows_ == std::vector<int64_t>{0}) return;
+    for (size_t group = 0; group < windows_.size(); ++group) {
+      const int64_t window = windows_[group];
+      uint64_t hash = before;
+      for (int64_t p = position;
+           p-- > (window > 0 ? std::max<int64_t>(0, position - window + 1) : 0);) {
+        const Kv& kv = At(s, p, group);
+        DORAD_CHECK(kv.hash == hash && kv.group == group);
+        hash = kv.before;
+      }
+    }
   }
 
   // What is copied is in its page when the step begins: the step neither copies nor computes it.
   static void CheckCopy(const StepSequence& s, absl::Span<const StepSequence> step) {
-    if (s.copy_from < 0) return;
-    for (const StepSequence& other : step) {
-      if (other.tokens.empty()) continue;
-      const int64_t first = other.position / kKvPageTokens;
-      if (other.pages[first] == s.copy_from) {
-        DORAD_CHECK(other.copy_from < 0);
-        DORAD_CHECK(other.position % kKvPageTokens >= s.position % kKvPageTokens);
-      }
-      const int64_t end = other.position + static_cast<int64_t>(other.tokens.size());
-      for (int64_t page = first + 1; page * kKvPageTokens < end; ++page) {
-        DORAD_CHECK(other.pages[page] != s.copy_from);
+    const size_t groups = s.copy_from.size();
+    for (size_t group = 0; group < groups; ++group) {
+      for (const StepSequence& other : step) {
+        if (other.tokens.empty()) continue;
+        const int64_t first = other.position / kKvPageTokens;
+        if (other.pages[first * groups + group] == s.copy_from[group]) {
+          DORAD_CHECK(other.copy_from.empty());
+          DORAD_CHECK(other.position % kKvPageTokens >= s.position % kKvPageTokens);
+        }
+        const int64_t end = other.position + static_cast<int64_t>(other.tokens.size());
+        for (int64_t block = first + 1; block * kKvPageTokens < end; ++block) {
+          DORAD_CHECK(other.pages[block * groups + group] != s.copy_from[group]);
+        }
       }
     }
   }
@@ -305,19 +337,22 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     const int64_t count = static_cast<int64_t>(s.tokens.size());
     for (int64_t i = 0; i < count; ++i) {
       const int64_t position = s.position + i;
-      const uint64_t before = position == 0 ? 0 : At(s, position - 1);
+      const uint64_t before = position == 0 ? 0 : At(s, position - 1, 0).hash;
       if (i == 0) CheckState(s, before);
+      CheckWindows(s, position, before);
       const uint64_t hash = FakeKv(before, s.tokens[i], s.adapter);
-      At(s, position) = hash;
+      for (size_t group = 0; group < windows_.size(); ++group) {
+        At(s, position, group) = {hash, before, group};
+      }
       if (s.tokens[i] == poison) output->finite = false;
       if (!s.targets.empty()) output->logprobs.logprobs.push_back(FakeLogprob(hash, s.targets[i]));
     }
     for (const int32_t page : s.state) {
-      std::fill_n(&StateAt(page), kKvPageTokens, At(s, s.position + count - 1));
+      std::fill_n(&StateAt(page), kKvPageTokens, At(s, s.position + count - 1, 0));
     }
   }
 
-  uint64_t& StateAt(int32_t page) {
+  Kv& StateAt(int32_t page) {
     DORAD_CHECK(chunk_pages_ == 0 || lent_.count((page + 1) / chunk_pages_) == 0);
     return kv_[page * kKvPageTokens];
   }
@@ -326,8 +361,9 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
   void CheckState(const Rows& s, uint64_t before) {
     if (s.position == 0) return DORAD_CHECK(s.state_from.empty());
     for (const int32_t page : s.state_from.empty() ? s.state : s.state_from) {
-      const uint64_t* const content = &StateAt(page);
-      DORAD_CHECK(std::count(content, content + kKvPageTokens, before) == kKvPageTokens);
+      const Kv* const content = &StateAt(page);
+      const auto is_state = [before](const Kv& kv) { return kv.hash == before; };
+      DORAD_CHECK(std::all_of(content, content + kKvPageTokens, is_state));
     }
   }
 
@@ -338,7 +374,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
       const Sample& sample = s.samples[i];
       const int64_t position = rows.position + static_cast<int64_t>(first + i);
       DORAD_CHECK(sample.want.position == position + 1);
-      const uint64_t hash = At(rows, position);
+      const uint64_t hash = At(rows, position, 0).hash;
       TokenId token = FakeNext(hash, sample.want.sampling, sample.want.sample_index);
       const TokenId last = rows.tokens[first + i];
       if (cycle > 0) token = (last + 1) % cycle;
@@ -350,10 +386,11 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     }
   }
 
-  std::vector<uint64_t> kv_;
+  std::vector<Kv> kv_;
   const int max_steps_in_flight_;
   const int64_t chunk_pages_;
   const int64_t state_pages_;
+  const std::vector<int64_t> windows_;
   std::set<int32_t> lent_;
   bool released_ = false;
   // The image whose first pieces are done.

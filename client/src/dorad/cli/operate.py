@@ -27,6 +27,12 @@ def _context(model: dorad.ModelInfo) -> str:
     return f"{model.context_length} of {whole} tokens ({needed} serves them all)"
 
 
+def _page(engine: dorad.EngineInfo) -> str:
+    tokens = f"{engine.kv_page_tokens} tokens each"
+    groups = engine.kv_layer_groups
+    return tokens if groups <= 1 else f"{tokens}, in one of {groups} groups of layers"
+
+
 def _facts(info: dorad.ServerInfo) -> Table:
     engine, model = info.engine, info.model
     grid = Table.grid(padding=(0, 2))
@@ -41,7 +47,7 @@ def _facts(info: dorad.ServerInfo) -> Table:
         "shape": f"{model.num_layers} layers, hidden {model.hidden_size}, vocab {model.vocab_size}",
         "context": f"{_context(model)}, computed in {model.compute_dtype}",
         "running": f"{engine.running_sequences} sequences, {engine.queued_requests} queued",
-        "KV pages": f"{pages} of {engine.kv_pages_total} ({engine.kv_page_tokens} tokens each)",
+        "KV pages": f"{pages} of {engine.kv_pages_total} ({_page(engine)})",
         "engine": ", ".join(
             ["paused" if engine.paused else "running", f"{engine.steps} steps"]
             + ([f"asleep: {' '.join(engine.sleeping)}"] if engine.sleeping else [])

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "server/backends/cpu/simd/backend.h"
@@ -28,7 +29,9 @@ void CheckPages(const PagedKv& kv, int64_t kv_heads, int64_t head_dim) {
   DORAD_CHECK(kv.v.sizes() == at::IntArrayRef({pages, kv_heads, kPageTokens, head_dim}));
 }
 
-void CheckSequences(absl::Span<const SequenceRows> sequences, int64_t rows, int64_t pages) {
+// window: of the rows' reach back; 1: they see themselves alone.
+void CheckSequences(absl::Span<const SequenceRows> sequences, int64_t rows, int64_t pages,
+                    int64_t window) {
   for (const SequenceRows& s : sequences) {
     DORAD_CHECK(s.row_begin >= 0 && s.count >= 0 && s.row_begin + s.count <= rows);
     DORAD_CHECK(s.position >= 0);
@@ -40,7 +43,10 @@ void CheckSequences(absl::Span<const SequenceRows> sequences, int64_t rows, int6
     }
     const int64_t used = (s.position + s.count + kPageTokens - 1) / kPageTokens;
     DORAD_CHECK(static_cast<int64_t>(s.pages.size()) >= used);
-    for (int64_t p = 0; p < used; ++p) DORAD_CHECK(s.pages[p] >= 0 && s.pages[p] < pages);
+    const int64_t first = window > 0 ? std::max<int64_t>(0, s.position - window + 1) : 0;
+    for (int64_t p = first / kPageTokens; p < used; ++p) {
+      DORAD_CHECK(s.pages[p] >= 0 && s.pages[p] < pages);
+    }
   }
 }
 
@@ -121,7 +127,7 @@ void RopeAndAppend(at::Tensor& q_THD, at::Tensor& k_TKD, const at::Tensor& v_TKD
   CheckHeads(v_TKD, rows, dim);
   DORAD_CHECK(v_TKD.size(1) == kv_heads && dim % 2 == 0);
   CheckPages(kv, kv_heads, dim);
-  CheckSequences(sequences, rows, kv.k.size(0));
+  CheckSequences(sequences, rows, kv.k.size(0), /*window=*/1);
   for (const at::Tensor& t : {rope.cos, rope.sin}) {
     DORAD_CHECK(t.scalar_type() == at::kFloat && t.is_contiguous() && t.dim() == 2);
     DORAD_CHECK(t.size(1) <= dim / 2);
@@ -172,7 +178,7 @@ at::Tensor PagedAttention(const at::Tensor& q_THD, const PagedKv& kv,
   DORAD_CHECK(kv.k.dim() == 4 && window >= 0);
   CheckPages(kv, kv.k.size(1), q_THD.size(2));
   DORAD_CHECK(kv.k.size(1) > 0 && q_THD.size(1) % kv.k.size(1) == 0);
-  CheckSequences(sequences, q_THD.size(0), kv.k.size(0));
+  CheckSequences(sequences, q_THD.size(0), kv.k.size(0), window);
   at::Tensor out = at::empty_like(q_THD);
   cpu::PagedAttention(q_THD, kv, sequences, static_cast<float>(softmax_scale), window, out);
   return out;

@@ -33,7 +33,8 @@ struct PagedKv {
 PagedKv AllocatePagedKv(int64_t pages, int64_t kv_heads, int64_t head_dim, ComputeDType compute);
 
 // The rows of one sequence in a step: rows [row_begin, row_begin + count) hold positions
-// [position, position + count). pages: page index of position p is pages[p / kPageTokens].
+// [position, position + count). pages: page index of position p is pages[p / kPageTokens]; any
+// value where no row sees it.
 struct SequenceRows {
   int64_t row_begin = 0;
   int64_t count = 0;
