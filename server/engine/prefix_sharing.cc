@@ -220,6 +220,12 @@ void PrefixSharing::Ended(const Sequence& sequence) {
                    BlockOf(sequence, sequence.registered_blocks));
 }
 
+void PrefixSharing::DropCopy(Sequence* sequence) {
+  if (sequence->copy_from.empty()) return;
+  pages_->Release(&sequence->copy_from);
+  sequence->computed = sequence->computed / kKvPageTokens * kKvPageTokens;
+}
+
 void PrefixSharing::ReleaseBehind(Sequence* sequence) {
   const int64_t registered = sequence->registered_blocks;
   const bool registers = sequence->use_prefix_cache &&

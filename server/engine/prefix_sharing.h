@@ -39,6 +39,8 @@ class PrefixSharing {
   void Landed(const Chunk& chunk);
   // A running sequence ends: registers its last page, which is not full.
   void Ended(const Sequence& sequence);
+  // Computes the tokens that its next chunk would copy.
+  void DropCopy(Sequence* sequence);
   // Gives back the pages that no later row of the sequence sees, except those that are not in the
   // prefix cache yet.
   void ReleaseBehind(Sequence* sequence);

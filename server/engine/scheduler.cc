@@ -434,7 +434,12 @@ Scheduler::Admitted Scheduler::Admit(Sequence* sequence, Plan* plan) {
   // All pages of the prompt at once: a half-admitted prompt would only be preempted again. Of a
   // window those that it has at once: they move on with it. One block of every running sequence
   // stays in reserve, so that admission does not cause preemption in the next steps.
+  //
+  // Alone it always finds room: if need be without a copy, whose source would be held beside it.
   const int64_t goal = sequence->goal();
+  if (running_.empty() && pages_->available() < Missing(*sequence, goal)) {
+    sharing_.DropCopy(sequence);
+  }
   sharing_.ReleaseBehind(sequence);
   const int64_t missing = Missing(*sequence, goal);
   // The same for the second state of one that will cache its first.

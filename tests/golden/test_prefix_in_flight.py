@@ -71,3 +71,18 @@ def test_repeated_prompts_are_computed_once(zoo, figures, count, order, settings
         f"{len(wanted)} requests of {count} prompts, {order}: {computed / distinct:.3f} of the"
         " distinct prompt tokens computed"
     )
+
+
+def test_a_prompt_that_fills_the_cache_is_answered_again(zoo) -> None:
+    """There is no page for a copy of its last tokens: they are computed again."""
+    with serve(zoo.model("llama2"), None, {"engine.kv_bytes": 160 << 10}) as server:
+        length = server.wire.info().model.context_length
+        assert length % 16 == 0 and length < 192, "the cache has room for one whole context"
+        options = dict(max_tokens=1, temperature=0.0, logprobs=RAW)
+        for tokens in [length - 1, length - 9]:
+            prompt = [6 + i % 250 for i in range(tokens)]
+            answers = [server.wire.generate(prompt, **options)[0] for _ in range(2)]
+            assert answers[0].tokens == answers[1].tokens
+            assert answers[0].logprobs == answers[1].logprobs
+            cached = answers[1].finish.usage.cached_prompt_tokens
+            assert cached == (tokens - 1) // 16 * 16

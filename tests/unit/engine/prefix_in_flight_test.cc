@@ -257,6 +257,17 @@ TEST_F(PrefixInFlightTest, ACopiedPageIsHeldUntilTheCopyHasLanded) {
   EXPECT_EQ(second->pages.size(), 3u);
 }
 
+TEST_F(PrefixInFlightTest, ASourceThatLeavesNoPageForItsCopyIsNotCopied) {
+  Make(3, 64);
+  for (int i = 0; i < 2; ++i) {
+    Sequence* s = Add(47, 0, nullptr, kSame);
+    s->most_tokens = 48;
+    Land(scheduler_->Schedule());
+    EXPECT_EQ(s->state, Sequence::State::kEnded);
+    EXPECT_EQ(s->cached_tokens, i == 0 ? 0 : 32);
+  }
+}
+
 TEST_F(PrefixInFlightTest, APreemptedCopyGivesItsSourceBack) {
   Make(8, 64);
   Sequence* first = Add(40, 0, nullptr, kSame);
