@@ -192,14 +192,16 @@ TEST_F(InFlightTest, WithoutAnActiveVersionARequestStaysWhereItIs) {
 // Activations, preemptions, prefixes, many samples, cancels, failed steps: whatever comes, spans
 // replay and books balance.
 TEST_F(InFlightTest, RandomActivationsReplayExactly) {
-  for (uint32_t seed = 1; seed <= 12; ++seed) {
+  for (uint32_t seed = 1; seed <= 20; ++seed) {
     SCOPED_TRACE(seed);
     std::mt19937 random(seed);
     const auto below = [&](int n) { return static_cast<int>(random() % n); };
     active_ = 1;
     EngineOptions options = DefaultOptions();
     options.max_step_tokens = 8 + below(60);
-    Start(options, 24 + below(40), 1 + below(2));
+    const std::vector<int64_t> windows = RandomWindows(&random);
+    Start(options, (24 + below(40)) * static_cast<int64_t>(windows.size()), 1 + below(2),
+          /*chunk_pages=*/0, /*state_pages=*/0, windows);
     struct Running {
       std::vector<TokenId> prompt;
       InFlightPolicy policy;

@@ -35,13 +35,6 @@ void ExpectPagesApart(absl::Span<const StepSequence> step, int64_t groups) {
   }
 }
 
-// Of one to three groups of layers.
-std::vector<int64_t> RandomWindows(std::mt19937* random) {
-  const auto window = static_cast<int64_t>(2 + (*random)() % 60);
-  const std::vector<int64_t> choices[] = {{0}, {0, window}, {window}, {0, window, window}};
-  return choices[(*random)() % 4];
-}
-
 // A sequence of up to three tokens of a sample ends it, and every other sample that has it.
 void AddStopSequence(uint32_t choice, GenerateInput* input, std::vector<SampleText>* all) {
   const std::vector<TokenId>& tokens = (*all)[choice % all->size()].tokens;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <bit>
+#include <random>
 
 #include "server/engine/engine.h"
 #include "server/platform/metrics/metrics.h"
@@ -195,6 +196,13 @@ class EngineTest : public ::testing::Test {
   absl::Mutex handles_mu_;
   std::map<const TokenStream*, RequestHandle> handles_ ABSL_GUARDED_BY(handles_mu_);
 };
+
+// Of one to three groups of layers.
+inline std::vector<int64_t> RandomWindows(std::mt19937* random) {
+  const auto window = static_cast<int64_t>(2 + (*random)() % 60);
+  const std::vector<int64_t> choices[] = {{0}, {0, window}, {window}, {0, window, window}};
+  return choices[(*random)() % 4];
+}
 
 inline std::vector<TokenId> Prompt(int64_t length, TokenId first = 100) {
   std::vector<TokenId> prompt;
