@@ -41,7 +41,10 @@ def contents_of(zoo) -> list[Content]:
 def test_a_fleet_keeps_its_promises_in_a_random_life(zoo, tmp_path, figures):
     life = Life(zoo.model("slow"), contents_of(zoo), tmp_path, SEED)
     try:
-        life.begin(members=6 if deep() else 4, trainers=2, workers=2 if deep() else 1)
+        if deep():
+            life.begin(members=6, trainers=3, workers=2)
+        else:
+            life.begin(members=4, trainers=2, workers=1)
         life.live(OPERATIONS)
     except BaseException:
         print(f"--- seed {SEED}: {dict(life.seen)}")

@@ -17,7 +17,7 @@ import queue
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,8 @@ from lib.fleet_process import MOST_TOKENS, POINTS, PROMPTS, Process
 from lib.partitions import ANYONE
 from lib.server import wait_until
 
-NAMES = ["a", "b", "c"]
-LEASE = 6.0
+NAMES = ["a", "b", "c", "d", "e"]
+LEASE = 4.0
 BANDWIDTH = 30e6
 """Bytes a second of a connection: an adapter of 7.5 MB takes a quarter of a second a hop."""
 PATIENCE = 180.0
@@ -93,9 +93,9 @@ class Life:
         self.draw = random.Random(self.seed)
         self.manifest = ManifestFile(self.folder / "manifest")
         self.history = FleetHistory(self.folder / "manifest.history")
-        self.members = Members(self.model, self.folder, BANDWIDTH)
         self.trainers: list[Process] = []
         self.workers: list[Process] = []
+        self.members = Members(self.model, self.folder, BANDWIDTH, self._callers)
         self._heard: queue.Queue[tuple[Process, dict[str, Any]]] = queue.Queue()
         self._numbers = itertools.count(1)
         self._asked: dict[int, Asked] = {}
@@ -125,6 +125,9 @@ class Life:
         return Process(
             kind, self.folder / "manifest", LEASE, log, lambda *heard: self._heard.put(heard)
         )
+
+    def _callers(self) -> list[int]:
+        return [process.program.pid for process in [*self.trainers, *self.workers]]
 
     def _start_worker(self) -> None:
         worker = self._process("worker")
@@ -252,6 +255,28 @@ class Life:
         )
         return tag
 
+    def _publishing(self) -> set[str]:
+        """The tags of publishes without an answer so far."""
+        return {asked.tag for asked in self._asked.values() if asked.what == "publish"}
+
+    def _phases(self) -> set[str]:
+        """Of the publishes that are under way."""
+
+        def tags(releases: Iterable[m.Release]) -> set[str]:
+            return {release.options["tags"]["publish"] for release in releases}
+
+        manifest = self._manifest()
+        adapters = manifest.adapters.values()
+        prepared = tags(a.prepared.release for a in adapters if a.prepared is not None)
+        committed = tags(manifest.committed().values())
+        under_way = self._publishing()
+        found = {
+            "not prepared yet": under_way - prepared - committed,
+            "prepared": prepared,
+            "committed, not active yet": under_way & committed,
+        }
+        return {phase for phase, which in found.items() if which}
+
     def _alive(self) -> list[Member]:
         return [member for member in self.members.all if member.alive]
 
@@ -259,6 +284,8 @@ class Life:
         draw = self.draw
         what = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         self.seen[f"operation: {what}"] += 1
+        if what in ("kill", "kill a process", "cut"):
+            self.seen.update(f"{what} while a publish is {phase}" for phase in self._phases())
         trainer = draw.choice(self.trainers)
         busy = {asked.name for asked in self._asked.values()}
         name = draw.choice([name for name in NAMES if name not in busy] or NAMES)
@@ -321,9 +348,10 @@ class Life:
     def _kill_relay(self, trainer: Process, name: str) -> None:
         """Kills a member that has a part of an adapter."""
         large = max(range(len(self.contents)), key=lambda n: self.contents[n].size)
-        self.publish(trainer, name, large)
+        tag = self.publish(trainer, name, large)
         deadline = time.monotonic() + 3.0
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and tag in self._publishing():
+            self.hear()
             adapter = self._manifest().adapters.get(name)
             if adapter is None or adapter.prepared is None:
                 time.sleep(0.01)
@@ -347,8 +375,11 @@ class Life:
         draw = self.draw
         member = draw.choice(self.members.all)
         servers = [other.server.pid for other in self.members.all if other.server is not None]
-        origins = [ANYONE, *servers]
-        self.members.partitions.cut(draw.choice(origins), member.target, draw.random() < 0.5)
+        origin = draw.choice([ANYONE, *servers, *self._callers()])
+        who = "everybody" if origin == ANYONE else "a server" if origin in servers else "a process"
+        cut = self.members.partitions.cut(origin, member.target, draw.random() < 0.5)
+        self.seen[f"links cut from {who} to a member"] += 1
+        self.seen[f"connections cut from {who} to a member"] += cut
 
     # --- Promises ---------------------------------------------------------------------------------
 
@@ -430,19 +461,19 @@ class Life:
     def _check_answers(self) -> None:
         """Each member computes what the manifest says."""
         manifest = self._manifest()
-        there = {member.target: member for member in self.members.all}
-        for name, release in manifest.committed().items():
-            content = next(c for c in self.contents if c.digest == release.digest)
-            for target in manifest.members:
+
+        def check(member: Member) -> None:
+            if member.target not in manifest.members:
+                return
+            for name, release in manifest.committed().items():
+                content = next(c for c in self.contents if c.digest == release.digest)
                 ref = f"{name}@{release.version}:{release.digest}"
-                sample = there[target].wire.generate(
-                    PROMPTS[0],
-                    adapter=ref,
-                    max_tokens=MOST_TOKENS,
-                    temperature=0.0,
-                    ignore_eos=True,
-                )[0]
-                assert list(sample.tokens) == content.answers[0], f"{target} computes otherwise"
+                options = dict(max_tokens=MOST_TOKENS, temperature=0.0, ignore_eos=True)
+                sample = member.wire.generate(PROMPTS[0], adapter=ref, **options)[0]
+                right = list(sample.tokens) == content.answers[0]
+                assert right, f"{member.target} computes otherwise"
+
+        self.members.each(check)
 
     def totals(self) -> Counter[str]:
         """What has happened how often."""
@@ -459,6 +490,6 @@ class Life:
         for number in range(1, operations + 1):
             self.hear()
             self.operate()
-            time.sleep(self.draw.choice([0.0, 0.05, 0.2, 0.4]))
+            time.sleep(self.draw.choice([0.0, 0.05, 0.1, 0.2]))
             if number % between == 0 or number == operations:
                 self.heal()

@@ -63,6 +63,8 @@ class Members:
     model: pathlib.Path
     folder: pathlib.Path
     bandwidth: float
+    others: Callable[[], Sequence[int]]
+    """Process ids of those that call the members: links from them can be cut, too."""
     all: list[Member] = field(default_factory=list)
     _made: int = 0
 
@@ -71,7 +73,8 @@ class Members:
         self._starts = ThreadPoolExecutor(2)
 
     def _pids(self) -> Sequence[int]:
-        return [m.server.pid for m in list(self.all) if m.server is not None]
+        servers = [m.server for m in list(self.all)]
+        return [server.pid for server in servers if server is not None] + [*self.others()]
 
     def add(self) -> Member:
         """A new server that is no member yet. It starts."""

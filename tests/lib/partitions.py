@@ -6,6 +6,7 @@ connection comes from, so that a server may reach one server and not another one
 
 import asyncio
 import contextlib
+import itertools
 import os
 import re
 import socket
@@ -91,16 +92,21 @@ class Partitions:
 
         self._run(end())
 
-    def cut(self, origin: int, target: str, silent: bool) -> None:
-        """Nothing gets from a process to a listener, nor back. Silent: nobody is told."""
+    def cut(self, origin: int, target: str, silent: bool) -> int:
+        """Nothing gets from a process to a listener, nor back. Silent: nobody is told.
 
-        async def apply() -> None:
+        Returns how many connections were open there.
+        """
+
+        async def apply() -> int:
             self._cut[origin, target] = silent
-            for connection in list(self._listeners[target].connections):
-                if origin in (ANYONE, connection.origin):
-                    self._apply(connection, target)
+            connections = self._listeners[target].connections
+            found = [each for each in connections if origin in (ANYONE, each.origin)]
+            for connection in found:
+                self._apply(connection, target)
+            return len(found)
 
-        self._run(apply())
+        return self._run(apply())
 
     def mend(self) -> None:
         """Ends every cut. What waited on a silent link arrives."""
@@ -184,7 +190,9 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 def _origin(port: int, listener: int, processes: Iterable[int]) -> int:
     """The process that has the other end of a connection to a listener."""
     local, remote = f":{port:04X}", f":{listener:04X}"
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+    # gRPC's sockets are of IPv6, also where they reach an address of IPv4.
+    tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    for line in itertools.chain.from_iterable(table.splitlines()[1:] for table in tables):
         words = line.split()
         if words[1].endswith(local) and words[2].endswith(remote):
             inode = words[9]
