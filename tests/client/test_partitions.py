@@ -15,7 +15,7 @@ STRANGER = 1
 
 @pytest.fixture
 def links(server):
-    partitions = Partitions(lambda: [STRANGER, os.getpid()], 30e6)
+    partitions = Partitions(30e6)
     target = partitions.listen()
     partitions.forward(target, server.target)
     yield partitions, target
@@ -40,7 +40,6 @@ def test_a_process_is_cut_off_and_others_are_not(links, silent):
         assert not serves(client)
         with dorad.Client(target, retry_for=0) as late:
             assert not serves(late)
-        # Of a process that is not watched.
         code = "import sys, dorad; print(dorad.Client(sys.argv[1], timeout=20).health())"
         other = Program([sys.executable, "-c", code, target], stdout=subprocess.PIPE)
         assert other.stdout.read() == "serving\n" and other.wait(30) == 0

@@ -48,6 +48,7 @@ def test_a_fleet_keeps_its_promises_in_a_random_life(zoo, tmp_path, figures):
         life.live(OPERATIONS)
     except BaseException:
         print(f"--- seed {SEED}: {dict(life.seen)}")
+        print(f"--- not as the manifest says: {life.others()}")
         raise
     finally:
         life.close()

@@ -3,7 +3,7 @@
 import os
 import pathlib
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -46,6 +46,8 @@ class Member:
 
     def actives(self) -> dict[str, tuple[int, str]] | None:
         """(version, digest) by name. None: it does not answer."""
+        if not self.alive:
+            return None
         try:
             return {v.name: (v.version, v.digest) for v in self.wire.list_adapters() if v.active}
         except grpc.RpcError:
@@ -63,18 +65,12 @@ class Members:
     model: pathlib.Path
     folder: pathlib.Path
     bandwidth: float
-    others: Callable[[], Sequence[int]]
-    """Process ids of those that call the members: links from them can be cut, too."""
     all: list[Member] = field(default_factory=list)
     _made: int = 0
 
     def __post_init__(self) -> None:
-        self.partitions = Partitions(self._pids, self.bandwidth)
+        self.partitions = Partitions(self.bandwidth)
         self._starts = ThreadPoolExecutor(2)
-
-    def _pids(self) -> Sequence[int]:
-        servers = [m.server for m in list(self.all)]
-        return [server.pid for server in servers if server is not None] + [*self.others()]
 
     def add(self) -> Member:
         """A new server that is no member yet. It starts."""

@@ -6,13 +6,12 @@ connection comes from, so that a server may reach one server and not another one
 
 import asyncio
 import contextlib
-import itertools
 import os
 import re
 import socket
 import struct
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ ANYONE = 0
 @dataclass(eq=False)
 class _Connection:
     client: asyncio.StreamWriter
-    origin: int
-    """The process that made it, or ANYONE when it is no watched one."""
+    port: int
+    """Of the process that made it."""
     goes_on: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -42,12 +41,10 @@ class Partitions:
     """Forwards connections to the members' servers until `end`. Thread-safe.
 
     Args:
-      watched: the process ids that connections may come from.
       bandwidth: bytes a second of each connection, in each direction.
     """
 
-    def __init__(self, watched: Callable[[], Iterable[int]], bandwidth: float) -> None:
-        self._watched = watched
+    def __init__(self, bandwidth: float) -> None:
         self._bandwidth = bandwidth
         self._listeners: dict[str, _Listener] = {}
         self._cut: dict[tuple[int, str], bool] = {}
@@ -93,15 +90,16 @@ class Partitions:
         self._run(end())
 
     def cut(self, origin: int, target: str, silent: bool) -> int:
-        """Nothing gets from a process to a listener, nor back. Silent: nobody is told.
+        """Nothing gets from a process to a listener, nor back. `origin`: its id, or ANYONE. Silent:
+        nobody is told.
 
         Returns how many connections were open there.
         """
 
         async def apply() -> int:
             self._cut[origin, target] = silent
-            connections = self._listeners[target].connections
-            found = [each for each in connections if origin in (ANYONE, each.origin)]
+            listener = self._listeners[target]
+            found = [each for each in listener.connections if _is_of(origin, each, listener)]
             for connection in found:
                 self._apply(connection, target)
             return len(found)
@@ -120,10 +118,11 @@ class Partitions:
         self._run(apply())
 
     def _apply(self, connection: _Connection, target: str) -> None:
+        listener = self._listeners[target]
         cuts = [
-            self._cut[key]
-            for key in ((connection.origin, target), (ANYONE, target))
-            if key in self._cut
+            silent
+            for (origin, to), silent in self._cut.items()
+            if to == target and _is_of(origin, connection, listener)
         ]
         if not cuts:
             connection.goes_on.set()
@@ -140,8 +139,7 @@ class Partitions:
         if listener is None:
             _reset(writer)
             return
-        port = writer.get_extra_info("peername")[1]
-        connection = _Connection(writer, _origin(port, listener.port, self._watched()))
+        connection = _Connection(writer, writer.get_extra_info("peername")[1])
         listener.connections.add(connection)
         upstream = None
         try:
@@ -187,23 +185,25 @@ def _reset(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
-def _origin(port: int, listener: int, processes: Iterable[int]) -> int:
-    """The process that has the other end of a connection to a listener."""
-    local, remote = f":{port:04X}", f":{listener:04X}"
+def _is_of(origin: int, connection: _Connection, listener: _Listener) -> bool:
+    return origin == ANYONE or connection.port in _ports_of(origin, listener.port)
+
+
+def _ports_of(process: int, listener: int) -> set[int]:
+    """The ports of a process that are connected to a listener's port."""
+    remote = f":{listener:04X}"
+    inodes = dict[str, int]()
     # gRPC's sockets are of IPv6, also where they reach an address of IPv4.
-    tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
-    for line in itertools.chain.from_iterable(table.splitlines()[1:] for table in tables):
-        words = line.split()
-        if words[1].endswith(local) and words[2].endswith(remote):
-            inode = words[9]
-            break
-    else:
-        return ANYONE
-    for process in processes:
-        with contextlib.suppress(OSError), os.scandir(f"/proc/{process}/fd") as files:
-            for file in files:
-                with contextlib.suppress(OSError):
-                    match = _SOCKET.match(os.readlink(file.path))
-                    if match and match[1] == inode:
-                        return process
-    return ANYONE
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[2].endswith(remote):
+                inodes[words[9]] = int(words[1].rpartition(":")[2], 16)
+    found = set[int]()
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{process}/fd") as files:
+        for file in files:
+            with contextlib.suppress(OSError):
+                match = _SOCKET.match(os.readlink(file.path))
+                if match and match[1] in inodes:
+                    found.add(inodes[match[1]])
+    return found
