@@ -266,6 +266,7 @@ class Network:
                 digest=digest_of(version.files),
                 ready=version.ready,
                 active=server.disk.active.get(of) == number,
+                loading=not version.ready,
             )
             for (of, number), version in server.disk.versions.items()
             if name in (None, of)

@@ -1,9 +1,11 @@
 """Members that have lost versions, over a simulated network."""
 
 import asyncio
+import itertools
 
 import pytest
 from dorad.errors import DoradError, PoolError
+from dorad.fleet.coordinator import KEEPER_SECONDS
 from lib import fleet_simulation
 from lib.fleet_simulation import Disk, Network, Process, Store, files_of, now, run
 
@@ -48,6 +50,30 @@ def test_members_that_lack_a_version_are_not_asked_for_it(monkeypatch):
             assert now() - began < 5.0
             await asyncio.sleep(0.01)
         await process.crash()
+
+    run(main())
+
+
+def test_keepers_that_take_turns_do_not_undo_each_others_loads(monkeypatch):
+    """As where processes stand still for seconds, and a load takes longer than a keeper stays."""
+    monkeypatch.setattr(fleet_simulation, "LOAD_SECONDS", 8.0)
+
+    async def main():
+        network, store = Network(["t0", "t1"]), Store()
+        keepers = [Process(network, store, lease=60.0) for _ in range(4)]
+        first = keepers[0].coordinator
+        await first.join(network.servers)
+        await first.publish("a", files_of("content"), {"durable": True})
+        lose_all(network, "t1")
+        began = now()
+        for keeper in itertools.cycle(keepers):
+            await keeper.coordinator.tend()
+            if active(network, "t1") == 1:
+                break
+            assert now() - began < 15.0
+            await asyncio.sleep(KEEPER_SECONDS + 0.5)
+        for keeper in keepers:
+            await keeper.crash()
 
     run(main())
 

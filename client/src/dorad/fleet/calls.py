@@ -28,7 +28,10 @@ class ServerCalls:
 
     async def held(self, target: str, name: str | None) -> Sequence[Held]:
         found = await self._client(target).adapters(name, timeout=PROBE_SECONDS, retry_for=0)
-        return [Held(v.name, v.version, v.digest, v.state == "ready", v.active) for v in found]
+        return [
+            Held(v.name, v.version, v.digest, v.state == "ready", v.active, v.state == "loading")
+            for v in found
+        ]
 
     async def send(self, target: str, name: str, release: m.Release) -> str:
         client = self._client(target)

@@ -338,6 +338,8 @@ class Coordinator:
         manifest: m.Manifest,
     ) -> None:
         has = held.get((name, release.version))
+        if has is not None and has.loading:  # From another keeper. A later round looks again.
+            raise conflict(f"{target} loads {name}@{release.version}")
         if has is None or not has.ready:
             if has is not None:  # Damaged on its disk: a whole copy takes its place.
                 with contextlib.suppress(DoradError):

@@ -19,6 +19,8 @@ class Held:
     digest: str
     ready: bool
     active: bool
+    loading: bool = False
+    """It may become ready."""
 
 
 class Members(Protocol):
