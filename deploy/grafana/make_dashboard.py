@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes dorad.json, the Grafana dashboard: `python3 deploy/grafana/make_dashboard.py`.
 
-Panels are listed in request_rows.py, resource_rows.py, fleet_rows.py and gateway_rows.py; a test
-keeps the JSON equal to what this makes.
+Panels are listed in request_rows.py, resource_rows.py, fleet_rows.py, gateway_rows.py and
+picker_rows.py; a test keeps the JSON equal to what this makes.
 """
 
 import json
@@ -12,18 +12,19 @@ from pathlib import Path
 from fleet_rows import FLEET_ROWS
 from gateway_rows import GATEWAY_ROWS
 from panel import panel_json
+from picker_rows import PICKER_ROWS
 from request_rows import REQUEST_ROWS
 from resource_rows import RESOURCE_ROWS
 
 OUTPUT = Path(__file__).with_name("dorad.json")
 COLUMNS = 24
-BUILDS = '__name__=~"dorad_build_info|dorad_gateway_build_info"'  # Of every server and gateway.
+BUILDS = '__name__=~"dorad_(|gateway_|picker_)build_info"'  # Of every program.
 
 
 def panels() -> list[dict]:
     made: list[dict] = []
     y = 0
-    for title, row in [*REQUEST_ROWS, *RESOURCE_ROWS, *FLEET_ROWS, *GATEWAY_ROWS]:
+    for title, row in [*REQUEST_ROWS, *RESOURCE_ROWS, *FLEET_ROWS, *GATEWAY_ROWS, *PICKER_ROWS]:
         made.append(
             {
                 "id": len(made) + 1,

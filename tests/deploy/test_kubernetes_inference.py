@@ -6,11 +6,13 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
+import yaml
 from dorad.cli.endpoint_picker import endpoint_picker
 from lib import gateway_api
 from lib.kustomize import render
 from lib.server import ROOT
 
+MONITORING = ROOT / "deploy" / "kubernetes" / "monitoring"
 FOLDER = ROOT / "deploy" / "kubernetes" / "overlays" / "inference"
 VERSION = "1.32"
 SERVERS = {"app.kubernetes.io/name": "dorad", "app.kubernetes.io/component": "server"}
@@ -91,6 +93,7 @@ def test_the_pool_finds_its_picker(named) -> None:
     assert reference["port"]["number"] == port["port"]
     assert port["targetPort"] == "ext-proc"
     assert options(container)["listen"] == f"0.0.0.0:{port_of(container, 'ext-proc')}"
+    assert options(container)["metrics-listen"] == f"0.0.0.0:{port_of(container, 'metrics')}"
     gateway = containers(named("StatefulSet", "dorad"))["gateway"]
     assert int(options(container)["endpoint-port"]) == port_of(gateway, "http")
     known = {name.replace("_", "-") for name in inspect.signature(endpoint_picker).parameters}
@@ -118,7 +121,14 @@ def test_proxies_reach_pickers_and_pods_and_pickers_the_servers(named) -> None:
     assert PICKERS.items() <= picker["metadata"]["labels"].items()
     policy = named("NetworkPolicy", "dorad-picker")["spec"]
     assert policy["podSelector"]["matchLabels"] == PICKERS
-    assert policy["ingress"] == [{"ports": [{"port": "ext-proc"}]}]
+    proxies, prometheus = policy["ingress"]
+    assert proxies == {"ports": [{"port": "ext-proc"}]}
+    (server,) = (
+        rule
+        for rule in named("NetworkPolicy", "dorad-server")["spec"]["ingress"]
+        if rule["ports"] == [{"port": "metrics"}]
+    )
+    assert prometheus == server
     http = named("NetworkPolicy", "dorad-server-http")["spec"]
     assert http["podSelector"]["matchLabels"] == SERVERS
     assert http["ingress"] == [{"ports": [{"port": "http"}]}]
@@ -126,6 +136,17 @@ def test_proxies_reach_pickers_and_pods_and_pickers_the_servers(named) -> None:
     assert picker["metadata"]["labels"]["dorad/role"] == "gateway"
     budget = named("PodDisruptionBudget", "dorad-picker")["spec"]
     assert budget["selector"]["matchLabels"] == PICKERS
+
+
+def test_prometheus_finds_the_picker(named) -> None:
+    monitors = yaml.safe_load_all((MONITORING / "pod-monitor.yaml").read_text())
+    (monitor,) = (each["spec"] for each in monitors if each["metadata"]["name"] == "dorad-picker")
+    picker = named("Deployment", "dorad-picker")
+    labels = picker["spec"]["template"]["metadata"]["labels"]
+    assert monitor["selector"]["matchLabels"] == PICKERS
+    assert labels[monitor["jobLabel"]] == "dorad-picker"
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    assert port_of(containers(picker)["picker"], endpoint["port"])
 
 
 def test_no_container_has_rights_that_it_does_not_need(named) -> None:

@@ -14,15 +14,14 @@ from dorad._routing import affinity, text_key
 from dorad.fleet import manifest as m
 from dorad.fleet.manifest_store import ManifestFile, change
 from fake_server import FakeServer, wait_for
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from lib.certificates import Authority
-from lib.ext_proc import Exchange, completion, destination, exchange, pb, pick
+from lib.ext_proc import PORT, Exchange, completion, destination, exchange, pb, pick, picking
 from lib.ext_proc import ExternalProcessorStub as Stub
 from lib.gateway import command, running_gateway
 from lib.server import environment
 
 AWAY = health_pb2.HealthCheckResponse.NOT_SERVING
-PORT = 8123
 BODY = completion("Hello", "a")
 # Of Envoy, by message: names and numbers of the fields in use.
 PUBLISHED = """
@@ -56,19 +55,9 @@ def servers():
         yield [stack.enter_context(FakeServer(host=f"127.0.0.{n}")) for n in (1, 2, 3)]
 
 
-@contextlib.contextmanager
-def picking(targets, scratch, *arguments):
-    line = ["--listen", "127.0.0.1:0", "--endpoint-port", PORT, *arguments]
-    with (
-        running_gateway(targets, *line, scratch=scratch, program="endpoint-picker") as running,
-        grpc.insecure_channel(running.grpc) as channel,
-    ):
-        yield Stub(channel), health_pb2_grpc.HealthStub(channel)
-
-
 @pytest.fixture
 def stub(servers, tmp_path):
-    with picking([server.target for server in servers], tmp_path) as (stub, _):
+    with picking([server.target for server in servers], tmp_path) as (stub, *_):
         yield stub
 
 
@@ -191,7 +180,7 @@ def test_only_pods_of_the_subset_are_chosen(stub, servers):
 
 
 def test_a_long_body_is_refused(servers, tmp_path):
-    with picking([servers[0].target], tmp_path, "--max-body-bytes", 1024) as (stub, _):
+    with picking([servers[0].target], tmp_path, "--max-body-bytes", 1024) as (stub, *_):
         with exchange(stub) as it:
             it.headers()
             it.body(b"x" * 1000, b"x" * 25)
@@ -224,7 +213,7 @@ def test_members_of_a_fleet_are_followed_and_those_that_lag_passed_over(servers,
     until = time.time() + 600
     apply(m.renew, [servers[0].target, servers[1].target], until)
     texts = [f"text {n}" for n in range(12)]
-    with picking([], tmp_path, "--fleet", tmp_path / "fleet.json") as (stub, _):
+    with picking([], tmp_path, "--fleet", tmp_path / "fleet.json") as (stub, *_):
 
         def found():
             return {pick(stub, completion(text, "a")) for text in texts}
@@ -258,7 +247,7 @@ def test_it_speaks_tls(servers, tmp_path):
 
 
 def test_its_health_is_that_of_the_protocol(servers, tmp_path):
-    with picking([servers[0].target], tmp_path) as (_, health):
+    with picking([servers[0].target], tmp_path) as (_, health, _):
         for service in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
             request = health_pb2.HealthCheckRequest(service=service)
             answer = health.Check(request, timeout=10)

@@ -14,6 +14,7 @@ import httpx
 import pytest
 import yaml
 from lib import dashboard
+from lib.ext_proc import Picker, completion, pick, picking
 from lib.gateway import RunningGateway, running_gateway
 from lib.prometheus import Prometheus, finite, prometheus, target_of, write_config
 from lib.server import ROOT, device, serve
@@ -81,7 +82,7 @@ def test_documented_scrape_configuration_is_valid_and_makes_the_alerts_job(tmp_p
     scrape["static_configs"] = [{"targets": ["dorad-0:9464"]}]
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(configuration))
     passes("check", "config", tmp_path / "prometheus.yml")
-    jobs = {scrape["job_name"], "dorad-gateway"}
+    jobs = {scrape["job_name"], "dorad-gateway", "dorad-picker"}
     assert jobs == set(re.findall(r'\bjob="([^"]*)"', ALERTS.read_text()))
     # Labels and the port's name are those of the servers' pods.
     base = ROOT / "deploy" / "kubernetes" / "base"
@@ -128,6 +129,7 @@ def test_monitoring_page_explains_every_alert() -> None:
 def test_dashboard_and_alerts_use_documented_metrics_only() -> None:
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     page += (ROOT / "docs" / "guides" / "gateway.md").read_text()
+    page += (ROOT / "docs" / "guides" / "fleet.md").read_text()
     documented = set(re.findall(r"`(\w+)`", page))
     used = set(re.findall(r"\b(?:dorad|process)_\w+", ALERTS.read_text()))
     for panel in dashboard.panels("1m"):
@@ -211,8 +213,8 @@ def missing(server: Prometheus, panels, at: float | None = None) -> list[str]:
 
 
 @contextlib.contextmanager
-def streams_through(gateway: RunningGateway) -> Iterator[None]:
-    """One short stream after the other, until the block ends."""
+def streams_through(gateway: RunningGateway, picker: Picker) -> Iterator[None]:
+    """One short stream after the other, each with the choice of its pod, until the block ends."""
     done = threading.Event()
 
     def work() -> int:
@@ -220,6 +222,7 @@ def streams_through(gateway: RunningGateway) -> Iterator[None]:
         with httpx.Client(base_url=gateway.url, timeout=60) as http:
             body = {"model": http.get("/v1/models").json()["data"][0]["id"], "prompt": [1, 2, 3]}
             while not done.wait(0.05):
+                pick(picker.stub, completion("Hello"))
                 answer = http.post(
                     "/v1/completions", json={**body, "max_tokens": 4, "stream": True}
                 )
@@ -249,17 +252,18 @@ def test_every_panel_has_data_under_load(zoo, tmp_path: Path, figures: list[str]
     with (
         serve(zoo.model("llama2"), None, settings(tmp_path / "store", size)) as server,
         running_gateway(server.grpc, scratch=tmp_path) as gateway,
+        picking([server.grpc], tmp_path) as picker,
         prometheus(
             write_config(
                 tmp_path / "prometheus.yml",
-                [target_of(server.metrics_url), gateway.http],
+                [target_of(server.metrics_url), gateway.http, target_of(picker.metrics)],
                 rules=str(ALERTS),
             ),
             data,
         ) as observer,
     ):
         assert missing(observer, elsewhere, recorded) == []
-        with traffic(server, folders, VOCAB, CONTEXT), streams_through(gateway):
+        with traffic(server, folders, VOCAB, CONTEXT), streams_through(gateway, picker):
             begin = time.monotonic()
             while (left := missing(observer, here)) and time.monotonic() < begin + PATIENCE:
                 time.sleep(1)

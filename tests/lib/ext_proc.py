@@ -5,12 +5,41 @@ import json
 import queue
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import grpc
 from dorad.gateway import external_processing_pb2 as pb
 from dorad.gateway.external_processing_pb2_grpc import ExternalProcessorStub
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from lib.gateway import running_gateway
 
 HEADER = "x-gateway-destination-endpoint"
+
+
+PORT = 8123
+"""Of the pods."""
+
+
+class Picker(NamedTuple):
+    stub: ExternalProcessorStub
+    health: HealthStub
+    metrics: str
+    """URL of its metrics."""
+
+
+@contextlib.contextmanager
+def picking(targets: list[str], scratch: Path, *arguments: object) -> Iterator[Picker]:
+    """A picker of its own process, in plain text."""
+    line = ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
+    line += ["--endpoint-port", str(PORT), *arguments]
+    with (
+        running_gateway(targets, *line, scratch=scratch, program="endpoint-picker") as running,
+        grpc.insecure_channel(running.grpc) as channel,
+    ):
+        stub = ExternalProcessorStub(channel)
+        yield Picker(stub, HealthStub(channel), f"{running.url}/metrics")
 
 
 @dataclass

@@ -274,9 +274,9 @@ class Pool(ServerSet):
         able = self._able(set())
         if not able:
             return 0
-        most = _routing.most_outstanding(server.outstanding for server in able)
+        most = _routing.most_load(server.load for server in able)
         homes = (self._home_of(able, self._key(request)) for request in waiting)
-        return _routing.first_at_home(home.outstanding < most for home in homes)
+        return _routing.first_at_home(home.load < most for home in homes)
 
     @staticmethod
     def _key(request: t.GenerateRequest) -> bytes:

@@ -9,10 +9,11 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from dorad import _routing
 from dorad import types as t
 from dorad._aio.client import Client
 from dorad.errors import Cancelled, Conflict, DoradError, Unavailable
@@ -49,12 +50,48 @@ class Server:
         self.removed = False
         self.completed = self.lost = self.unexpected = 0
         self.latencies: deque[float] = deque(maxlen=256)
+        # What a look at it has found last.
+        self.versions: Mapping[str, Sequence[t.AdapterVersion]] = {}
+        """By adapter."""
+        self.behind = 0
+        """So many of the fleet's versions were not among them."""
+        self.engine: t.EngineInfo | None = None
+        """When `_outstanding_then` attempts were out. None: it did not answer."""
+        self._outstanding_then = 0
         self._started: dict[int, float] = {}
         self._numbers = itertools.count()
 
     @property
     def outstanding(self) -> int:
         return len(self._started)
+
+    def tell(self, engine: t.EngineInfo | None) -> None:
+        """Notes the state of its engine. None: it does not answer."""
+        self.engine, self._outstanding_then = engine, self.outstanding
+
+    @property
+    def load(self) -> int:
+        """Its sequences and waiting requests, of all callers: what it has told last, with the
+        attempts that have begun or ended here since. At least those that are out."""
+        told = 0 if self.engine is None else self.queued + self.engine.running_sequences
+        return max(self.outstanding, told + self.outstanding - self._outstanding_then)
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait there, as it has told last."""
+        return 0 if self.engine is None else self.engine.queued_requests
+
+    @property
+    def kv_use(self) -> float:
+        """The share of its KV cache that requests use, likewise."""
+        if self.engine is None or not self.engine.kv_pages_total:
+            return 0.0
+        return self.engine.kv_pages_used / self.engine.kv_pages_total
+
+    @property
+    def full(self) -> bool:
+        """Whether more work would wait, or take the place of other work."""
+        return self.queued > _routing.FULL_QUEUE or self.kv_use > _routing.FULL_KV
 
     @property
     def latency(self) -> float:

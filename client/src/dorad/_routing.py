@@ -2,8 +2,8 @@
 
 Prompts that begin alike go to the same server, whose prefix cache has their beginning. A server
 that joins or leaves moves its own share of them and no others. A server with more than
-`LOAD_FACTOR` times its share of the outstanding prompts is passed over; where prompts wait, one
-whose home has room goes first. Pure functions.
+`LOAD_FACTOR` times its share of the load is passed over; where prompts wait, one whose home has
+room goes first. Pure functions.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from dorad import types as t
+from dorad._references import ref_parts
 
 PREFIX_TOKENS = 256
 """Prompts with so many equal first tokens have the same home."""
@@ -24,6 +25,10 @@ PREFIX_CHARACTERS = 1024
 LOAD_FACTOR = 1.25
 LOOK_AHEAD = 32
 """So many prompts that wait are looked at for one whose home has room."""
+FULL_QUEUE = 5
+"""A server with more requests that wait has no room."""
+FULL_KV = 0.9
+"""Likewise one that uses a larger share of its KV cache."""
 
 
 def home_key(adapter: str, token_ids: t.TokenIds) -> bytes:
@@ -37,6 +42,8 @@ def text_key(adapter: str, text: str) -> bytes:
 
 
 def _key(adapter: str, first: bytes) -> bytes:
+    """`adapter`: all its versions have the same homes, also where only some requests name one."""
+    adapter = ref_parts(adapter)[0]
     return hashlib.blake2b(adapter.encode() + b"\0" + first, digest_size=16).digest()
 
 
@@ -46,9 +53,9 @@ def affinity(target: str, home: bytes) -> int:
     return int.from_bytes(digest, "little")
 
 
-def most_outstanding(outstanding: Iterable[int]) -> int:
+def most_load(loads: Iterable[int]) -> int:
     """How many prompts a server may have, the next one included. At least one server has fewer."""
-    counts: Sequence[int] = list(outstanding)
+    counts: Sequence[int] = list(loads)
     return math.ceil(LOAD_FACTOR * (sum(counts) + 1) / len(counts))
 
 

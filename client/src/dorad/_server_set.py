@@ -76,10 +76,11 @@ class ServerSet:
 
     def _choose(self, able: list[Server], adapter: str, home: bytes) -> Server:
         """The server that is asked. `home`: equal for work that should meet on one server."""
+        able = [server for server in able if not server.full] or able
         if not home:
-            return min(able, key=lambda server: server.outstanding)
-        most = _routing.most_outstanding(server.outstanding for server in able)
-        return self._home_of([server for server in able if server.outstanding < most], home)
+            return min(able, key=lambda server: server.load)
+        most = _routing.most_load(server.load for server in able)
+        return self._home_of([server for server in able if server.load < most], home)
 
     @staticmethod
     def _home_of(servers: Iterable[Server], home: bytes) -> Server:

@@ -24,8 +24,9 @@ class FakeControl(control_pb2_grpc.ControlServiceServicer):
         info.model.vocab_size, info.model.context_length = VOCAB, CONTEXT_LENGTH
         info.model.eos_token_ids.append(EOS)
         info.limits.max_tokens = 2048
-        info.engine.running_sequences = self.running
-        info.engine.kv_pages_total, info.engine.kv_pages_used = 100, 25
+        info.engine.running_sequences = self.running + self.running_of_others
+        info.engine.queued_requests = self.queued
+        info.engine.kv_pages_total, info.engine.kv_pages_used = 100, self.kv_pages_used
         info.engine.paused = self.paused
         info.engine.paused_adapters.extend(self.paused_adapters)
         info.engine.sleeping.extend(sorted(self.sleeping))

@@ -53,6 +53,8 @@ class FakeServer(FakeInference, FakeAdapters, FakeControl):
         self.metadata = []
         self.routing = RoutingRecorder()
         self.running = 0
+        self.running_of_others = self.queued = 0
+        self.kv_pages_used = 25
         self.most_running = 0
         self.cancelled = 0
         self.aborts = []

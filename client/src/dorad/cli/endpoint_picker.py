@@ -23,6 +23,12 @@ def endpoint_picker(
     listen: Annotated[
         str, typer.Option("--listen", help="gRPC: host:port. Port 0: a free port.")
     ] = "127.0.0.1:9002",
+    metrics_listen: Annotated[
+        str,
+        typer.Option(
+            help='HTTP for /metrics: host:port. Port 0: a free port. "": none.', show_default="none"
+        ),
+    ] = "",
     endpoint_port: Annotated[
         int,
         typer.Option(help="Port of the pods' gateways, as in the InferencePool.", min=1, max=65535),
@@ -65,6 +71,7 @@ def endpoint_picker(
     settings = Settings(
         targets=tuple(target or []),
         listen=listen,
+        metrics_listen=metrics_listen,
         endpoint_port=endpoint_port,
         fleet=fleet,
         token=token or os.environ.get("DORAD_TOKEN", ""),
@@ -75,7 +82,8 @@ def endpoint_picker(
         body_bytes=max_body_bytes,
     )
 
-    def ready(address: str) -> None:
-        print(f"dorad endpoint-picker ready grpc={address}", flush=True)
+    def ready(metrics: str, address: str) -> None:
+        http = f" http={metrics}" if metrics else ""
+        print(f"dorad endpoint-picker ready{http} grpc={address}", flush=True)
 
     asyncio.run(pick(settings, ready))

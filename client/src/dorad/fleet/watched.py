@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from dorad import types as t
 from dorad._access import host_of
 from dorad._aio.client import Client
 from dorad._channel import PROBE_SECONDS
@@ -54,6 +57,7 @@ class WatchedServers(ServerSet):
         self._manifest = m.Manifest()
         self._told: dict[str, str] = {}
         self._failure = ""
+        self._looked = -math.inf
         self._ending: dict[Server, asyncio.Task[None]] = {}
         if store is not None:
             self._may_be_empty, self._usable = True, ("ready",)
@@ -64,6 +68,15 @@ class WatchedServers(ServerSet):
         for task in self._ending.values():
             task.cancel()
         await asyncio.gather(*(server.client.close() for server in self._ending))
+
+    @property
+    def servers(self) -> list[Server]:
+        return list(self._servers.values())
+
+    @property
+    def look_age(self) -> float:
+        """Seconds since all servers were asked."""
+        return time.monotonic() - self._looked
 
     @property
     def states(self) -> dict[str, str]:
@@ -144,13 +157,13 @@ class WatchedServers(ServerSet):
 
     async def look(self) -> None:
         """Asks every server for its state. The first that serves decides on the model."""
-        manifest, servers = self._manifest, list(self._servers.values())
-        asked = servers if manifest.committed() else []
+        manifest, servers = self._manifest, self.servers
         serving, (infos, _), (held, _) = await asyncio.gather(
             asyncio.gather(*map(is_serving, servers)),
             gather({s.target: s.client.info(timeout=PROBE_SECONDS) for s in servers}),
-            gather({s.target: s.client.adapters(timeout=PROBE_SECONDS) for s in asked}),
+            gather({s.target: s.client.adapters(timeout=PROBE_SECONDS) for s in servers}),
         )
+        self._looked = time.monotonic()
         model: str | None = None
         for server, serves in zip(servers, serving, strict=True):
             state = "ready" if serves else "unavailable"
@@ -159,11 +172,14 @@ class WatchedServers(ServerSet):
                 model = digest if model is None else model
                 if digest != model:
                     state = "stale"
+            info = infos.get(server.target)
+            server.tell(None if info is None else info.engine)
             versions = held.get(server.target, ())
+            server.versions = by_name(versions)
             # Not only active ones: a version is the fleet's before it is active everywhere.
-            if serves and manifest.behind(
-                {(v.name, v.version, v.digest) for v in versions if v.state == "ready"}
-            ):
+            has = {(v.name, v.version, v.digest) for v in versions if v.state == "ready"}
+            server.behind = len(manifest.behind(has))
+            if serves and server.behind:
                 state = "stale"
             if state != self._told.get(server.target) and not server.removed:
                 self._told[server.target] = state
@@ -189,6 +205,13 @@ class WatchedServers(ServerSet):
         """The answer of every server, or its failure, by target."""
         found, failures = await gather({s.target: ask(s.client) for s in self._servers.values()})
         return {**found, **failures}
+
+
+def by_name(versions: Iterable[t.AdapterVersion]) -> dict[str, list[t.AdapterVersion]]:
+    found: dict[str, list[t.AdapterVersion]] = {}
+    for version in versions:
+        found.setdefault(version.name, []).append(version)
+    return found
 
 
 async def is_serving(server: Server) -> bool:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dorad.gateway import oip_http, openai, openapi, tokenization
+from dorad.gateway import metrics, oip_http, openai, openapi, tokenization
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
@@ -27,7 +27,7 @@ async def _health(gateway: Gateway, request: Request, caller: Caller) -> Respons
 
 async def _metrics(gateway: Gateway, request: Request, caller: Caller) -> Response:
     """The gateway's own metrics, for Prometheus."""
-    return Response(gateway.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(gateway.metrics.text(), media_type=metrics.TYPE)
 
 
 async def _openapi(gateway: Gateway, request: Request, caller: Caller) -> Response:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
+import uvicorn
+from starlette.applications import Starlette
 
 from dorad._access import is_loopback
 
@@ -26,6 +32,40 @@ def listen(address: str) -> socket.socket:
     # without it the second write of an answer waits for the client's delayed ACK, 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """HOST:PORT."""
+    host, port, *_ = listener.getsockname()
+    return f"[{host}]:{port}" if listener.family == socket.AF_INET6 else f"{host}:{port}"
+
+
+class HttpServer(uvicorn.Server):
+    """An application's HTTP server. `should_exit` ends it; signals are its program's."""
+
+    def __init__(self, application: Starlette, **options: Any) -> None:
+        super().__init__(
+            uvicorn.Config(
+                application,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                server_header=False,
+                **options,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def begin(self, listener: socket.socket) -> asyncio.Task[None]:
+        """Serves until the task's end. Returns once it takes requests."""
+        task = asyncio.create_task(self.serve(sockets=[listener]))
+        while not self.started and not task.done():
+            await asyncio.sleep(0.01)
+        return task
 
 
 def is_exposed(address: str) -> bool:

@@ -15,12 +15,15 @@ from typing import Any
 from google.protobuf import struct_pb2
 
 from dorad import _routing
+from dorad import types as t
 from dorad._aio.client import Client
 from dorad._pool_server import Server
+from dorad._references import ref_parts
 from dorad.fleet.manifest_store import ManifestStore
 from dorad.fleet.watched import WatchedServers, address_of
 from dorad.gateway import external_processing_pb2 as pb
 from dorad.gateway.external_processing_pb2_grpc import ExternalProcessorServicer
+from dorad.gateway.metrics import PickerMetrics
 
 DESTINATION = "x-gateway-destination-endpoint"
 """Header, and key of the metadata, with the chosen pod as ip:port."""
@@ -36,9 +39,11 @@ _DEFERRED = (pb.FULL_DUPLEX_STREAMED, pb.BUFFERED, pb.BUFFERED_PARTIAL)
 class Refused(Exception):
     """The request gets this status and text at once."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, outcome: str, message: str) -> None:
         super().__init__(message)
         self.status = status
+        self.outcome = outcome
+        """In the metrics."""
 
 
 class Endpoints(WatchedServers):
@@ -68,8 +73,13 @@ class Endpoints(WatchedServers):
         _, addresses = await asyncio.gather(super().look(), found)
         self._addresses = dict(zip(targets, addresses, strict=True))
 
-    def pick(self, model: str, begin: str, subset: Collection[str] | None) -> tuple[Server, str]:
-        """The server for a request, and its pod's address. Raises Refused.
+    def pick(
+        self, model: str, begin: str, subset: Collection[str] | None
+    ) -> tuple[Server, str, str]:
+        """The server for a request, its pod's address, and why it is this one. Raises Refused.
+
+        The reason is "home", or why the home is passed over: "version", which it lacks, "full" or
+        "bound". "least": the request has no home, and goes where the load is least.
 
         Args:
           model: the request's. "": any server will do.
@@ -83,10 +93,41 @@ class Endpoints(WatchedServers):
             and (subset is None or address in subset)
         ]
         if not able:
-            raise Refused(503, "no server is ready")
+            raise Refused(503, "no_server", "no server is ready")
         home = _routing.text_key(model, begin) if model else b""
         server = self._choose(able, model, home)
-        return server, self._addresses[server.target]
+        reason = self._reason(server, able, model, home)
+        return server, self._addresses[server.target], reason
+
+    def _choose(self, able: list[Server], adapter: str, home: bytes) -> Server:
+        return super()._choose(self._having(able, adapter), adapter, home)
+
+    def _having(self, able: list[Server], model: str) -> list[Server]:
+        """Those that have a model's version: the named one, or the fleet's, or any, active.
+
+        All of them if none has it, as for the base model: the pod says what is wrong.
+        """
+        name, number, digest = ref_parts(model)
+        release = self._manifest.committed().get(name)
+
+        def is_it(version: t.AdapterVersion) -> bool:
+            if number:
+                named = str(version.version) == number and version.digest.startswith(digest)
+                return named and version.state == "ready"
+            fleets = release is None or version.version == release.version
+            return version.active and fleets
+
+        return [server for server in able if any(map(is_it, server.versions.get(name, ())))] or able
+
+    def _reason(self, chosen: Server, able: list[Server], model: str, home: bytes) -> str:
+        if not home:
+            return "least"
+        first = self._home_of(able, home)
+        if chosen is first:
+            return "home"
+        if first not in self._having(able, model):
+            return "version"
+        return "full" if first.full else "bound"
 
 
 class EndpointPicker(ExternalProcessorServicer):
@@ -97,6 +138,7 @@ class EndpointPicker(ExternalProcessorServicer):
     """
 
     def __init__(self, endpoints: Endpoints, body_bytes: int) -> None:
+        self.metrics = PickerMetrics(endpoints)
         self._endpoints = endpoints
         self._body_bytes = body_bytes
 
@@ -104,16 +146,20 @@ class EndpointPicker(ExternalProcessorServicer):
         self, requests: AsyncIterator[pb.ProcessingRequest], context: Any
     ) -> AsyncIterator[pb.ProcessingResponse]:
         with contextlib.ExitStack() as outstanding:
-            exchange = _Exchange(self._endpoints, self._body_bytes, outstanding)
-            async for request in requests:
-                try:
+            exchange = _Exchange(self._endpoints, self._body_bytes, outstanding, self.metrics)
+            outcome = "ended"
+            try:
+                async for request in requests:
                     answers = exchange.answers(request)
-                except Refused as refused:
-                    yield _immediate(refused)
-                    return
-                for answer in answers:
-                    if not request.observability_mode:
-                        yield answer
+                    for answer in answers:
+                        if not request.observability_mode:
+                            yield answer
+            except Refused as refused:
+                outcome = refused.outcome
+                yield _immediate(refused)
+            finally:
+                if not exchange.chosen:
+                    self.metrics.requests.labels(outcome).inc()
 
 
 class _Exchange:
@@ -123,11 +169,16 @@ class _Exchange:
     """
 
     def __init__(
-        self, endpoints: Endpoints, body_bytes: int, outstanding: contextlib.ExitStack
+        self,
+        endpoints: Endpoints,
+        body_bytes: int,
+        outstanding: contextlib.ExitStack,
+        metrics: PickerMetrics,
     ) -> None:
         self._endpoints = endpoints
         self._body_bytes = body_bytes
         self._outstanding = outstanding
+        self._metrics = metrics
         # What the protocol demands, of proxies that do not name their modes.
         self._modes = pb.ProtocolConfiguration(
             request_body_mode=pb.FULL_DUPLEX_STREAMED, response_body_mode=pb.FULL_DUPLEX_STREAMED
@@ -135,7 +186,7 @@ class _Exchange:
         self._subset: list[str] | None = None
         self._chunks: list[bytes] = []
         self._size = 0
-        self._chosen = False
+        self.chosen = False
 
     def answers(self, request: pb.ProcessingRequest) -> Sequence[pb.ProcessingResponse]:
         """The answers to one message. Raises Refused."""
@@ -148,7 +199,7 @@ class _Exchange:
             return self._on_body(request.request_body)
         if kind == "request_trailers":
             trailers = pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
-            return [*([] if self._chosen else self._release(last=False)), trailers]
+            return [*([] if self.chosen else self._release(last=False)), trailers]
         if kind == "response_headers":
             return [pb.ProcessingResponse(response_headers=pb.HeadersResponse())]
         if kind == "response_body":
@@ -179,11 +230,11 @@ class _Exchange:
 
     def _on_body(self, body: pb.HttpBody) -> list[pb.ProcessingResponse]:
         mode = self._modes.request_body_mode
-        if self._chosen and mode != pb.FULL_DUPLEX_STREAMED:
+        if self.chosen and mode != pb.FULL_DUPLEX_STREAMED:
             return [pb.ProcessingResponse(request_body=pb.BodyResponse())]
         self._size += len(body.body)
         if self._size > self._body_bytes:
-            raise Refused(413, f"the body is longer than {self._body_bytes} bytes")
+            raise Refused(413, "body_too_long", f"the body is longer than {self._body_bytes} bytes")
         self._chunks.append(body.body)
         if mode != pb.FULL_DUPLEX_STREAMED:
             return [self._choose("request_body")]
@@ -205,9 +256,11 @@ class _Exchange:
     def _choose(self, kind: str) -> pb.ProcessingResponse:
         """The answer with the destination, to request_headers or request_body."""
         model, begin = _prompt(b"".join(self._chunks))
-        server, address = self._endpoints.pick(model, begin, self._subset)
+        server, address, reason = self._endpoints.pick(model, begin, self._subset)
         self._outstanding.enter_context(server.working())
-        self._chosen = True
+        self.chosen = True
+        self._metrics.requests.labels("chosen").inc()
+        self._metrics.picks.labels(reason).inc()
         # A header of that name that the caller sent must not choose.
         option = pb.HeaderValueOption(
             header=pb.HeaderValue(key=DESTINATION, raw_value=address.encode()),

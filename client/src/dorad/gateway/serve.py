@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +20,14 @@ from dorad.fleet.stores import store_of
 from dorad.gateway.admission import OPEN_TO_ALL
 from dorad.gateway.app import application
 from dorad.gateway.core import Gateway, Limits
-from dorad.gateway.listener import add_grpc_port, check_listener, is_exposed, listen
+from dorad.gateway.listener import (
+    HttpServer,
+    add_grpc_port,
+    address_of,
+    check_listener,
+    is_exposed,
+    listen,
+)
 from dorad.gateway.oip_grpc import OpenInferenceService
 from dorad.gateway.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from dorad.gateway.rl.options import RlOptions
@@ -90,14 +96,6 @@ def _listeners(settings: Settings) -> list[str]:
     return [address for address in (settings.listen, settings.grpc_listen) if address]
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to `serve`. uvicorn would raise them again when it ends."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def serve(
     settings: Settings, text: ModelText | None, ready: Callable[[str, str], None]
 ) -> None:
@@ -124,18 +122,20 @@ async def serve(
         if exposed and await gateway.admission.is_open():
             raise ValueError(OPEN_TO_ALL)
         with listen(settings.listen) as listener:
-            bound = listener.getsockname()
-            name = f"[{bound[0]}]" if listener.family == socket.AF_INET6 else bound[0]
-            server = _Server(_configuration(gateway, settings))
+            server = HttpServer(
+                application(gateway),
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+                ssl_certfile=settings.tls_cert or None,
+                ssl_keyfile=settings.tls_key or None,
+            )
             connections = server.server_state.connections
             gateway.metrics.connections.set_function(lambda: len(connections))
             async with _grpc_server(gateway, settings) as (grpc_server, grpc_address):
                 _on_signals(server, grpc_server, settings.drain_seconds)
-                task = asyncio.create_task(server.serve(sockets=[listener]))
-                while not server.started and not task.done():
-                    await asyncio.sleep(0.01)
+                task = await server.begin(listener)
                 if server.started:
-                    ready(f"{name}:{bound[1]}", grpc_address)
+                    ready(address_of(listener), grpc_address)
                 await task
 
 
@@ -225,21 +225,6 @@ async def _end_calls() -> None:
     calls = [t for t in tasks if getattr(t.get_coro(), "__qualname__", "") == "_schedule_rpc_coro"]
     if calls:
         await asyncio.wait(calls, timeout=5)
-
-
-def _configuration(gateway: Gateway, settings: Settings) -> uvicorn.Config:
-    return uvicorn.Config(
-        application(gateway),
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
-        ssl_certfile=settings.tls_cert or None,
-        ssl_keyfile=settings.tls_key or None,
-    )
 
 
 def _on_signals(
