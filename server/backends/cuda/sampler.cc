@@ -158,6 +158,18 @@ absl::StatusOr<Sampler> Sampler::Create(int64_t vocab_size, int64_t max_rows,
                  std::move(first), std::move(second));
 }
 
+absl::Status Sampler::Resize(Buffers* buffers, int64_t bytes) const {
+  buffers->bytes = bytes;
+  const int64_t old = buffers->host.bytes();
+  if (bytes <= old) return absl::OkStatus();
+  DORAD_RETURN_IF_ERROR(stream_.Synchronize(kStep));
+  const int64_t more = std::max(2 * old, bytes);
+  DORAD_ASSIGN_OR_RETURN(buffers->device,
+                         DeviceBuffer::Allocate(ledger_, MemoryLedger::kWorkspace, more));
+  DORAD_ASSIGN_OR_RETURN(buffers->host, PinnedBuffer::Allocate(more));
+  return absl::OkStatus();
+}
+
 absl::Status Sampler::Begin(const engine::StepBatch& batch,
                             absl::Span<const StepSequence> sequences) {
   DORAD_CHECK(ended_ - finished_ < kStepsInFlight);
@@ -184,9 +196,9 @@ absl::Status Sampler::Begin(const engine::StepBatch& batch,
 
   const auto rows = static_cast<int64_t>(step.rows.size());
   const auto chosen = static_cast<int64_t>(specs.chosen.size());
-  Layout layout;
-  const auto add = [&layout](const auto& list) {
-    return layout.Add(static_cast<int64_t>(list.size() * sizeof(list[0])));
+  Layout inputs;
+  const auto add = [&inputs](const auto& list) {
+    return inputs.Add(static_cast<int64_t>(list.size() * sizeof(list[0])));
   };
   Places& at = step.at;
   at.samples = add(specs.samples);
@@ -198,25 +210,20 @@ absl::Status Sampler::Begin(const engine::StepBatch& batch,
   at.adjustments = add(specs.adjustments);
   at.allowed = add(specs.allowed);
   at.biases = add(specs.biases);
-  at.uses = layout.Add(specs.num_uses * static_cast<int64_t>(sizeof(kernels::TokenUse)));
-  at.in_bytes = layout.bytes();
-  at.tokens = layout.Add(rows * 4);
-  at.logprobs = layout.Add(rows * 4);
-  at.finite = layout.Add(rows);
-  at.top_ids = layout.Add(rows * step.max_top * 4);
-  at.top_logprobs = layout.Add(rows * step.max_top * 4);
-  at.chosen_logprobs = layout.Add(chosen * 4);
-  at.bytes = layout.bytes();
-  if (at.bytes > step.host.bytes()) {
-    const int64_t bytes = std::max(2 * step.host.bytes(), at.bytes);
-    DORAD_ASSIGN_OR_RETURN(step.device,
-                           DeviceBuffer::Allocate(ledger_, MemoryLedger::kWorkspace, bytes));
-    DORAD_ASSIGN_OR_RETURN(step.host, PinnedBuffer::Allocate(bytes));
-  }
-  step.sampled.tokens = step.device.as<int32_t>(at.tokens);
+  at.uses = inputs.Add(specs.num_uses * static_cast<int64_t>(sizeof(kernels::TokenUse)));
+  Layout results;
+  at.tokens = results.Add(rows * 4);
+  at.logprobs = results.Add(rows * 4);
+  at.finite = results.Add(rows);
+  at.top_ids = results.Add(rows * step.max_top * 4);
+  at.top_logprobs = results.Add(rows * step.max_top * 4);
+  at.chosen_logprobs = results.Add(chosen * 4);
+  DORAD_RETURN_IF_ERROR(Resize(&step.inputs, inputs.bytes()));
+  DORAD_RETURN_IF_ERROR(Resize(&step.results, results.bytes()));
+  step.sampled.tokens = step.results.device.as<int32_t>(at.tokens);
   const auto copy = [&step](const auto& list, int64_t to) {
     std::copy(list.begin(), list.end(),
-              step.host.as<typename std::decay_t<decltype(list)>::value_type>(to));
+              step.inputs.host.as<typename std::decay_t<decltype(list)>::value_type>(to));
   };
   copy(specs.samples, at.samples);
   copy(specs.scores, at.scores);
@@ -226,12 +233,13 @@ absl::Status Sampler::Begin(const engine::StepBatch& batch,
   copy(specs.adjustments, at.adjustments);
   copy(specs.allowed, at.allowed);
   copy(specs.biases, at.biases);
-  auto* to = step.host.as<kernels::TokenUse>(at.uses);
+  auto* to = step.inputs.host.as<kernels::TokenUse>(at.uses);
   for (const auto& uses : specs.uses) to = absl::c_copy(InKernelsForm<kernels::TokenUse>(uses), to);
-  if (at.in_bytes > 0) {
-    DORAD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(step.device.as<>(), step.host.as<>(), at.in_bytes,
-                                               cudaMemcpyHostToDevice, inputs_.get()),
-                               kStep);
+  if (step.inputs.bytes > 0) {
+    DORAD_RETURN_IF_CUDA_ERROR(
+        cudaMemcpyAsync(step.inputs.device.as<>(), step.inputs.host.as<>(), step.inputs.bytes,
+                        cudaMemcpyHostToDevice, inputs_.get()),
+        kStep);
   }
   DORAD_RETURN_IF_ERROR(step.sent.Record(inputs_, kStep));
   return absl::OkStatus();
@@ -242,18 +250,18 @@ template <typename Params>
 absl::StatusOr<Params> Sampler::NextRows(int64_t rows, const float* logits) {
   Step& step = begun();
   if (step.launched == 0) DORAD_RETURN_IF_ERROR(step.sent.Hold(stream_, kStep));
-  const DeviceBuffer& device = step.device;
+  const DeviceBuffer& results = step.results.device;
   const Places& at = step.at;
   const int64_t first = step.launched;
   Params params;
   params.logits = logits;
-  params.chosen_ids = device.as<int32_t>(at.chosen);
-  params.out.tokens = device.as<int32_t>(at.tokens) + first;
-  params.out.logprobs = device.as<float>(at.logprobs) + first;
-  params.out.finite = device.as<uint8_t>(at.finite) + first;
-  params.out.top_ids = device.as<int32_t>(at.top_ids) + first * step.max_top;
-  params.out.top_logprobs = device.as<float>(at.top_logprobs) + first * step.max_top;
-  params.out.chosen_logprobs = device.as<float>(at.chosen_logprobs);
+  params.chosen_ids = step.inputs.device.as<int32_t>(at.chosen);
+  params.out.tokens = results.as<int32_t>(at.tokens) + first;
+  params.out.logprobs = results.as<float>(at.logprobs) + first;
+  params.out.finite = results.as<uint8_t>(at.finite) + first;
+  params.out.top_ids = results.as<int32_t>(at.top_ids) + first * step.max_top;
+  params.out.top_logprobs = results.as<float>(at.top_logprobs) + first * step.max_top;
+  params.out.chosen_logprobs = results.as<float>(at.chosen_logprobs);
   params.logits_ld = vocab_size_;
   params.rows = static_cast<int32_t>(rows);
   params.vocabulary = static_cast<int32_t>(vocab_size_);
@@ -269,15 +277,16 @@ absl::Status Sampler::Sample(int64_t rows, const float* logits) {
   const Step& step = begun();
   const int64_t first = step.launched;
   DORAD_ASSIGN_OR_RETURN(auto params, NextRows<kernels::SampleParams>(rows, logits));
-  params.specs = step.device.as<kernels::SampleRowSpec>(step.at.samples) + first;
-  params.banned = step.device.as<int32_t>(step.at.banned);
+  params.specs = step.inputs.device.as<kernels::SampleRowSpec>(step.at.samples) + first;
+  params.banned = step.inputs.device.as<int32_t>(step.at.banned);
   if (step.adjusts) {
-    params.conditional_bans = step.device.as<kernels::ConditionalBan>(step.at.conditional_bans);
-    params.adjustments = step.device.as<kernels::LogitAdjustments>(step.at.adjustments);
+    params.conditional_bans =
+        step.inputs.device.as<kernels::ConditionalBan>(step.at.conditional_bans);
+    params.adjustments = step.inputs.device.as<kernels::LogitAdjustments>(step.at.adjustments);
   }
-  params.allowed_ids = step.device.as<int32_t>(step.at.allowed);
-  params.biases = step.device.as<kernels::LogitBias>(step.at.biases);
-  params.uses = step.device.as<kernels::TokenUse>(step.at.uses);
+  params.allowed_ids = step.inputs.device.as<int32_t>(step.at.allowed);
+  params.biases = step.inputs.device.as<kernels::LogitBias>(step.at.biases);
+  params.uses = step.inputs.device.as<kernels::TokenUse>(step.at.uses);
   params.newest = sampled().tokens;
   return ToStatus(kernels::Sample(params, stream_.get()), kStep);
 }
@@ -286,17 +295,17 @@ absl::Status Sampler::Score(int64_t rows, const float* logits) {
   const Step& step = begun();
   const int64_t first = step.launched - step.samples;
   DORAD_ASSIGN_OR_RETURN(auto params, NextRows<kernels::ScoreParams>(rows, logits));
-  params.specs = step.device.as<kernels::ScoreRowSpec>(step.at.scores) + first;
+  params.specs = step.inputs.device.as<kernels::ScoreRowSpec>(step.at.scores) + first;
   return ToStatus(kernels::Score(params, stream_.get()), kStep);
 }
 
 absl::Status Sampler::End() {
   const Step& step = begun();
   DORAD_CHECK(step.launched == static_cast<int64_t>(step.rows.size()));
-  if (step.at.bytes > step.at.tokens) {
+  if (step.results.bytes > 0) {
     DORAD_RETURN_IF_CUDA_ERROR(
-        cudaMemcpyAsync(step.host.as<>(step.at.tokens), step.device.as<>(step.at.tokens),
-                        step.at.bytes - step.at.tokens, cudaMemcpyDeviceToHost, stream_.get()),
+        cudaMemcpyAsync(step.results.host.as<>(), step.results.device.as<>(), step.results.bytes,
+                        cudaMemcpyDeviceToHost, stream_.get()),
         kStep);
   }
   DORAD_RETURN_IF_ERROR(step.done.Record(stream_, kStep));
@@ -308,7 +317,7 @@ absl::StatusOr<std::vector<StepOutput>> Sampler::Finish() {
   DORAD_CHECK(finished_ < ended_);
   const Step& step = steps_[finished_++ % kStepsInFlight];
   DORAD_RETURN_IF_ERROR(step.done.Synchronize(kStep));
-  const PinnedBuffer& host = step.host;
+  const PinnedBuffer& host = step.results.host;
   const Places& at = step.at;
   std::vector<StepOutput> outputs(step.sequences);
   for (size_t i = 0; i < step.rows.size(); ++i) {

@@ -57,20 +57,26 @@ class Sampler {
     int32_t chosen_begin = 0;
     int32_t chosen_count = 0;
   };
-  // Offsets of a step's arrays: inputs for the device, then results. Samples, then scores.
+  // Offsets of a step's arrays: of its inputs, then of its results. Samples, then scores.
   struct Places {
     int64_t samples, scores, chosen, banned;
     int64_t conditional_bans, adjustments, allowed, biases, uses;
-    int64_t in_bytes;
     int64_t tokens, logprobs, finite, top_ids, top_logprobs, chosen_logprobs;
-    int64_t bytes;
+  };
+  // The same bytes on both sides.
+  struct Buffers {
+    int64_t bytes = 0;  // in use
+    PinnedBuffer host;
+    DeviceBuffer device;
   };
   struct Step {
     static absl::StatusOr<Step> Create();
     Event sent;  // the inputs have arrived
     Event done;  // and the results
-    PinnedBuffer host;
-    DeviceBuffer device;
+    Buffers inputs;
+    // Apart from the inputs: the next step reads the tokens while the inputs of the one after it
+    // arrive.
+    Buffers results;
     Places at{};
     std::vector<Row> rows;
     int32_t max_top = 0;
@@ -95,6 +101,8 @@ class Sampler {
         inputs_(std::move(inputs)),
         steps_{std::move(first), std::move(second)} {}
 
+  // Makes room for `bytes`. Waits for the stream if there is too little: it may use the old ones.
+  absl::Status Resize(Buffers* buffers, int64_t bytes) const;
   Step& begun() { return steps_[ended_ % kStepsInFlight]; }
   template <typename Params>
   absl::StatusOr<Params> NextRows(int64_t rows, const float* logits);

@@ -1,5 +1,8 @@
 #include "server/backends/cuda/model_runner.h"
 
+#include <algorithm>
+#include <set>
+
 #include "server/backends/cuda/adapter.h"
 #include "server/backends/cuda/decoder.h"
 #include "server/backends/cuda/kv_layout.h"
@@ -82,6 +85,7 @@ struct Line {
   std::vector<int32_t> pages;
   std::vector<int32_t> state;
   engine::SampleWant want;
+  std::vector<engine::TokenUse> uses;
   const adapter::LoadedAdapter* adapter = nullptr;
   int64_t begun = 0;   // positions
   int32_t index = -1;  // in the step that began last
@@ -101,6 +105,7 @@ class CudaModelRunnerTest : public kernels::KernelTest, public testing::WithPara
     }
     raw_.mode = engine::LogprobMode::kRaw;
     raw_.top_k = 2;
+    penalised_.frequency_penalty = 0.01f;
   }
 
   // Prompts of different lengths over the base and both adapters; the later ones come when the
@@ -162,6 +167,14 @@ class CudaModelRunnerTest : public kernels::KernelTest, public testing::WithPara
         }
         line.begun += static_cast<int64_t>(s.tokens.size());
         line.want.position = line.begun;
+        // The device adds the token that a row follows.
+        line.uses.clear();
+        for (const engine::TokenId token : std::set(line.tokens.begin(), line.tokens.end())) {
+          const auto count = std::count(line.tokens.begin(), line.tokens.end(), token);
+          line.uses.push_back({token, static_cast<uint32_t>(count) * engine::TokenUse::kGenerated});
+        }
+        line.want.logits = &penalised_;
+        line.want.uses = line.uses;
         if (forgets_) ForgetBehind(s.position, &line);
         s.pages = line.pages;
         s.state = line.state;
@@ -204,6 +217,7 @@ class CudaModelRunnerTest : public kernels::KernelTest, public testing::WithPara
   std::vector<int32_t> away_;  // chunks of the cache
   bool forgets_ = true;
   engine::LogprobParams raw_;
+  engine::LogitParams penalised_;
   std::unique_ptr<CudaModel> model_;
   std::vector<std::unique_ptr<adapter::LoadedAdapter>> adapters_;
 };
