@@ -1,7 +1,8 @@
 // GPU memory of this process outside its ledger: graphs, libraries, code. CUDA does not report it,
-// so it is estimated from changes of the free memory. Other processes (a trainer) allocate
-// gigabytes on the same GPU at any moment: with frequent measurements, a change larger than any of
-// ours is theirs. Confined to one thread.
+// and NVML only where it knows a process by the number that the process itself sees (not in every
+// container), so it is estimated from changes of the free memory. Other processes (a trainer)
+// allocate gigabytes on the same GPU at any moment: with frequent measurements, a change larger
+// than any of ours is theirs. Confined to one thread.
 #pragma once
 
 #include <cstdint>
