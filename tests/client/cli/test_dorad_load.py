@@ -21,7 +21,7 @@ def test_closed_loop_sends_the_planned_requests(dorad_load, server, client, fold
     assert report["requests"] == len(server.generate_calls) == 20 and report["failed"] == 0
     assert report["generated_tokens"] == 100 and server.most_running <= 4
     assert set(report["requests_by_adapter"]) == {"a", "base"}
-    assert report["itl_ms"]["p50"] >= 1.0 and report["ttft_ms"]["max"] > 0
+    assert report["itl_ms"]["max"] >= 1.0 and report["ttft_ms"]["max"] > 0
     prompts = [np.frombuffer(r.prompt_token_ids, "<i4") for r in server.generate_calls]
     assert {tuple(p[:3]) for p in prompts} == {tuple(prompts[0][:3])}
     assert {len(p) for p in prompts} <= set(range(4, 9)) and len({len(p) for p in prompts}) > 1
