@@ -48,9 +48,7 @@ EngineLimits LimitsOf(const EngineOptions& options, int64_t kv_tokens) {
 struct Engine::Impl {
   Impl(const EngineOptions& options, std::unique_ptr<ModelRunner> runner, Metrics* metrics)
       : prefix_cache(options.prefix_cache),
-        kv_tokens(
-            KvNeeds{runner->windows(), runner->state_pages(), options.max_step_tokens}.TokensIn(
-                runner->kv_pages())),
+        kv_tokens(NeedsOf(*runner, options.max_step_tokens).TokensIn(runner->kv_pages())),
         rules{options.eos_token_ids, LimitsOf(options, kv_tokens).context_length},
         admission(LimitsOf(options, kv_tokens), metrics),
         loop(options, rules, std::move(runner), &admission, &board, metrics),

@@ -26,8 +26,8 @@ KvPages::Chunks ChunksOf(ModelRunner& runner) {
 
 // A smaller cache could never finish the longest sequence.
 int64_t LeastPages(const EngineOptions& options, int64_t max_length, const ModelRunner& runner) {
-  const KvNeeds needs{runner.windows(), runner.state_pages(), options.max_step_tokens};
-  return std::max(options.kv_min_pages, needs.PagesFor(max_length));
+  return std::max(options.kv_min_pages,
+                  NeedsOf(runner, options.max_step_tokens).PagesFor(max_length));
 }
 
 }  // namespace

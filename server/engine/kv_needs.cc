@@ -25,4 +25,8 @@ int64_t KvNeeds::TokensIn(int64_t pages) const {
   return low * kKvPageTokens;
 }
 
+KvNeeds NeedsOf(const ModelRunner& runner, int64_t step_tokens) {
+  return {runner.windows(), runner.state_pages(), step_tokens};
+}
+
 }  // namespace dorad::engine

@@ -25,4 +25,7 @@ struct KvNeeds {
   int64_t TokensIn(int64_t pages) const;
 };
 
+// Of a runner's sequences, with steps of at most so many rows.
+KvNeeds NeedsOf(const ModelRunner& runner, int64_t step_tokens);
+
 }  // namespace dorad::engine

@@ -13,6 +13,7 @@
 #include "server/backends/cuda/sampler.h"
 #include "server/backends/cuda/unaccounted_memory.h"
 #include "server/backends/cuda/vision_encoder.h"
+#include "server/engine/kv_needs.h"
 #include "server/engine/step_batch.h"
 #include "server/platform/error.h"
 #include "server/platform/log.h"
@@ -69,8 +70,7 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
     }
     // Without graphs, decode steps run as ordinary steps.
     if (!decoder_->is_capturable()) return absl::OkStatus();
-    const int64_t pages =
-        (options_.max_positions + engine::kKvPageTokens - 1) / engine::kKvPageTokens;
+    const int64_t pages = engine::BlocksOf(options_.max_positions);
     DORAD_ASSIGN_OR_RETURN(DecodeBatch decode, DecodeBatch::Create(&slots_, pages, kinds_, ledger));
     decode_.emplace(std::move(decode));
     DORAD_RETURN_IF_ERROR(untold->Look());
