@@ -52,9 +52,10 @@ def norm(reduction: int, columns: int, by_in: int) -> Kernel:
     return Kernel("norm", (reduction, columns, by_in), text)
 
 
-def attention_rows(heads: int, group: int) -> Kernel:
-    text = f"attention, rows, heads of {heads}, ≤ {8 * group} a group"
-    return Kernel("attention", (0, heads, group), text)
+def attention_rows(heads: int, group: int, shares: int) -> Kernel:
+    together = ", some together" if shares else ""
+    text = f"attention, rows{together}, heads of {heads}, ≤ {8 * group} a group"
+    return Kernel("attention", (0, heads, group, shares), text)
 
 
 def attention_tiles(heads: int) -> Kernel:
@@ -69,7 +70,7 @@ KERNELS: tuple[tuple[str, Callable[..., Kernel]], ...] = (
         lambda panel: Kernel("linear", (2, panel), f"more rows, panels of {panel}"),
     ),
     (r"RowGemmMmaKernel\w*?ReductionE(\d)ELi(\d+)ELb([01])E", norm),
-    (r"RowAttentionKernel\w*?MmaPagesELi(\d+)ELi(\d)E", attention_rows),
+    (r"RowAttentionKernel\w*?MmaPagesELi(\d+)ELi(\d)ELb([01])E", attention_rows),
     (r"TileAttentionKernel\w*?MmaPagesELi(\d+)E", attention_tiles),
     (
         r"SegmentAttentionKernel\w*?MmaHeadsELi(\d+)E",

@@ -14,8 +14,9 @@ constexpr int64_t kMostSlots = 2048;
 int64_t Aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 int64_t ListBytes(int64_t rows, int64_t slots) {
-  return Aligned(sizeof(AttentionHeader)) + Aligned(rows * 4) +
-         Aligned((2 * rows + slots) * sizeof(AttentionItem)) +
+  return Aligned(sizeof(AttentionHeader)) + 3 * Aligned(rows * 4) +
+         Aligned(rows * sizeof(AttentionSharing)) +
+         Aligned((3 * rows + slots) * sizeof(AttentionItem)) +
          Aligned(rows * sizeof(AttentionRowTile));
 }
 
@@ -36,9 +37,20 @@ cudaError_t LaunchRows(const AttentionLaunch& launch, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t AttentionBlocks(const AttentionShape& shape, KernelIsa isa, int32_t* blocks) {
-  return isa == KernelIsa::kSm90 ? RowBlocks<Sm90Pages>(shape, blocks)
-                                 : RowBlocks<MmaPages>(shape, blocks);
+cudaError_t AttentionBlocks(const AttentionShape& shape, KernelIsa isa, bool shares,
+                            int32_t* blocks) {
+  return isa == KernelIsa::kSm90 ? RowBlocks<Sm90Pages>(shape, shares, blocks)
+                                 : RowBlocks<MmaPages>(shape, shares, blocks);
+}
+
+cudaError_t LeastSharedPositions(const AttentionShape& shape, KernelIsa isa, int64_t* positions) {
+  constexpr int64_t kBlockPositions = 1024;  // of a block
+  *positions = INT64_MAX;
+  if (!IsFastAttention(shape) || AttentionSharedRows(shape) == 1) return cudaSuccess;
+  int32_t blocks;
+  DORAD_CUDA_RETURN_IF_ERROR(AttentionBlocks(shape, isa, /*shares=*/false, &blocks));
+  *positions = kBlockPositions * blocks / shape.kv_heads;
+  return cudaSuccess;
 }
 
 bool LayOutAttention(const AttentionShape& shape, int32_t rows, const AttentionWorkspace& workspace,
@@ -57,7 +69,10 @@ bool LayOutAttention(const AttentionShape& shape, int32_t rows, const AttentionW
   };
   layout->header = reinterpret_cast<AttentionHeader*>(take(sizeof(AttentionHeader)));
   layout->segment_starts = reinterpret_cast<int32_t*>(take(max_rows * 4));
-  layout->items_room = static_cast<int32_t>(2 * max_rows + slots);
+  layout->common_chunks = reinterpret_cast<int32_t*>(take(max_rows * 4));
+  layout->group_starts = reinterpret_cast<int32_t*>(take(max_rows * 4));
+  layout->sharing = reinterpret_cast<AttentionSharing*>(take(max_rows * sizeof(AttentionSharing)));
+  layout->items_room = static_cast<int32_t>(3 * max_rows + slots);
   layout->items =
       reinterpret_cast<AttentionItem*>(take(layout->items_room * sizeof(AttentionItem)));
   layout->tiles = reinterpret_cast<AttentionRowTile*>(take(max_rows * sizeof(AttentionRowTile)));

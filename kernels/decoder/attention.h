@@ -85,6 +85,9 @@ struct AttentionPlanParams {
   // Runs of rows of one sequence at consecutive positions (prefill) are computed as tiles; costs
   // one more launch per layer, so steps of decodes leave it out. The results are the same.
   bool row_tiles = true;
+  // Neighbouring rows whose sequences have the same first pages read these together. Costs a little
+  // where there are none; see LeastSharedPositions. The results are the same.
+  bool shares = false;
   AttentionSplit split = AttentionSplit::kByLoad;
   KernelIsa isa = KernelIsa::kSm90;  // of PagedAttention
   AttentionWorkspace workspace;      // out
@@ -94,11 +97,16 @@ struct AttentionPlanParams {
 // workspace too small for its work list.
 cudaError_t PlanAttention(const AttentionPlanParams& params, cudaStream_t stream);
 
+// The positions that the rows of a step must see, all together, for sharing to pay: below, a step
+// takes as long as its longest row, and L2 has what several rows read at the same time. Of the
+// current device.
+cudaError_t LeastSharedPositions(const AttentionShape& shape, KernelIsa isa, int64_t* positions);
+
 // Attention of every row over its own sequence's positions [lo, hi], where lo = 0, or p - window +
 // 1 when window > 0, and hi = p or the row's StepRows::reach. `rows`, `shape`, `window`,
-// `row_tiles`, `isa` and the workspace as they were planned. Fast: head_dim 64, 80, 96, 128, 256
-// and at most 16 query heads per key head. Other shapes, and calls without a workspace, go to
-// SimplePagedAttention.
+// `row_tiles`, `shares`, `isa` and the workspace as they were planned. Fast: head_dim 64, 80, 96,
+// 128, 256 and at most 16 query heads per key head. Other shapes, and calls without a workspace, go
+// to SimplePagedAttention.
 struct PagedAttentionParams {
   StepRows rows;
   AttentionShape shape;
@@ -107,6 +115,7 @@ struct PagedAttentionParams {
   float softmax_scale = 0.0f;        // positive
   int32_t window = 0;
   bool row_tiles = true;
+  bool shares = false;
   KernelIsa isa = KernelIsa::kSm90;
   AttentionWorkspace workspace;
   __nv_bfloat16* out = nullptr;  // [rows, heads · head_dim]

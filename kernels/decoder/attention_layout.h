@@ -6,6 +6,11 @@
 // m, numerators o += P V with P rounded to bf16, and denominator l += P 1 through the same tensor
 // cores. Chunks are joined in order by JoinChunk. Kernels differ in the distribution of this work,
 // not in its arithmetic.
+//
+// Neighbouring rows whose sequences have the same first pages share an item for the whole chunks of
+// these, which reads keys and values once for all of them. It leaves a part for each row: its
+// softmax so far, which is what joining the chunks in order gives, and with which the row's own
+// item begins.
 #pragma once
 
 #include <cstddef>
@@ -23,20 +28,35 @@ inline constexpr int kAttentionMaxGroup = 16;
 // Query rows (tokens by the heads of one group) of one block of the tiled kernel.
 constexpr int AttentionTileRows(int head_dim) { return head_dim > 128 ? 64 : 128; }
 
-// Positions [begin, end) of one row, for every key head. One warp reads it, a word a lane.
+// Positions [begin, end) of one row, or of several neighbouring ones, for every key head; or the
+// parts of a row to join. One warp reads it, a word a lane.
 struct alignas(64) AttentionItem {
-  int32_t row;
+  int32_t row;    // the first
   int32_t begin;  // first position in reach, for a chunk's item inside that chunk
   int32_t end;
-  int32_t slot;       // of the part in the workspace; -1: the item is the whole row
-  int32_t slots;      // parts of the row
-  int32_t first;      // slot of the row's first part
-  int32_t page_base;  // index in StepRows::pages of the sequence's first page
-  int32_t position;   // of the row
+  int32_t slot;   // of the first row's part in the workspace; -1: the item ends its row
+  int32_t count;  // rows; of parts to join: parts
+  // Of one row: the slot of the part that it begins with, or -1. Of several: the distance between
+  // the slots of their parts. Of parts to join: the first one's slot.
+  int32_t first;
+  int32_t page_base;  // index in StepRows::pages of the (first) sequence's first page
+  int32_t position;   // of one row; no position of the item for several
   // The first pages, from that of the first tile's first position; -1 where the item has none.
   int32_t pages[2 * kAttentionTilePages];
 };
 static_assert(sizeof(AttentionItem) == 64);
+
+// The rows [leader, leader + rows) share `chunks` chunks. The parts of the i-th one have the slots
+// from slot + i · stride on: if it is split, one for each chunk, which are joined at last; else, if
+// there are chunks to share, one for all of these.
+struct AttentionSharing {
+  int32_t leader;
+  int32_t rows;
+  int32_t chunks;
+  int32_t slot;
+  int32_t stride;
+  bool is_split;
+};
 
 // Rows [row, row + tokens) of one sequence, the first at `position`.
 struct AttentionRowTile {
@@ -62,9 +82,12 @@ struct AttentionHeader {
 // The workspace by parts: the same for all steps.
 struct AttentionLayout {
   AttentionHeader* header;
-  int32_t* segment_starts;  // [max_rows], of the plan
-  // [items_room]: items from the front; from the back, the rows whose parts must be joined, which
-  // are processed after all items.
+  int32_t* segment_starts;    // [max_rows], of the plan
+  int32_t* common_chunks;     // [max_rows], of a row and the one before it
+  int32_t* group_starts;      // [max_rows]
+  AttentionSharing* sharing;  // [max_rows]
+  // [items_room]: items from the front, those of several rows first; from the back, the rows whose
+  // parts must be joined, which are processed after all items.
   AttentionItem* items;
   AttentionRowTile* tiles;  // [max_rows]
   float* parts;             // [slots, kv_heads, part_floats]; kNoPart where unwritten
@@ -107,6 +130,24 @@ inline int32_t AttentionLeastTokens(const AttentionShape& shape) {
 // Pairs of heads that a part has for each eight: 1, 2 or 4.
 constexpr int32_t AttentionPartPairs(int32_t group) { return group > 4 ? 4 : (group + 1) / 2; }
 
+// Tiles of eight columns (query heads) that the row kernel computes at once for an item of several
+// rows, as registers allow.
+inline constexpr int kAttentionSharedTiles = 4;
+// Columns of a row: whole pairs, a divisor of eight, or two times eight.
+constexpr int32_t AttentionRowColumns(int32_t group) {
+  return group > 8 ? 16 : 2 * AttentionPartPairs(group);
+}
+// Whether there are items of several rows.
+constexpr bool SharesAttention(int head_dim, int32_t group) {
+  return head_dim <= 128 && group <= 8;
+}
+// Their rows at most; 1: there are none.
+inline int32_t AttentionSharedRows(const AttentionShape& shape) {
+  const int32_t group = AttentionGroup(shape);
+  if (!SharesAttention(shape.head_dim, group)) return 1;
+  return 8 * kAttentionSharedTiles / AttentionRowColumns(group);
+}
+
 // A part: maximum and denominator of every head, then the numerators in the lanes' layout.
 inline int32_t AttentionPartFloats(const AttentionShape& shape) {
   const int32_t group = AttentionGroup(shape);
@@ -119,7 +160,8 @@ bool LayOutAttention(const AttentionShape& shape, int32_t rows, const AttentionW
                      AttentionLayout* layout);
 
 // Blocks of the decode kernel that run at once on the current device.
-cudaError_t AttentionBlocks(const AttentionShape& shape, KernelIsa isa, int32_t* blocks);
+cudaError_t AttentionBlocks(const AttentionShape& shape, KernelIsa isa, bool shares,
+                            int32_t* blocks);
 
 struct AttentionLaunch {
   PagedAttentionParams params;
@@ -132,7 +174,7 @@ struct MmaPages;
 
 // The kernels behind PagedAttention, by instruction set: rows by themselves, and tiles of rows.
 template <typename Isa>
-cudaError_t RowBlocks(const AttentionShape& shape, int32_t* blocks);
+cudaError_t RowBlocks(const AttentionShape& shape, bool shares, int32_t* blocks);
 template <typename Isa>
 cudaError_t LaunchRowAttention(const AttentionLaunch& launch, cudaStream_t stream);
 template <typename Isa>

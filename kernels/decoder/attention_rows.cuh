@@ -13,8 +13,7 @@ namespace dorad::kernels::row_attention {
 
 constexpr int kTile = kAttentionTile;
 constexpr int kTilePages = kAttentionTilePages;
-constexpr int kWarps = 4;  // that compute
-constexpr int kThreads = 32 * (kWarps + 1);
+constexpr int kWarps = 4;                          // that compute
 constexpr int kProbabilityPitch = 2 * kTile + 16;  // bytes of a head's row, bank-free
 constexpr int kConsumerBarrier = 1;
 
@@ -23,7 +22,7 @@ enum : int32_t {
   kItemEnds = 2,
   kChunkBegins = 4,
   kChunkEnds = 8,
-  kJoin = 16,  // not a tile but `slots` parts to join
+  kJoin = 16,  // not a tile but `count` parts to join
   kStop = 32,
 };
 
@@ -33,28 +32,34 @@ struct alignas(16) TileInfo {
   int32_t begin, end;
   int32_t flags;
   int32_t row;
-  int32_t head;  // key head
-  int32_t slot, first;
-  int32_t slots;
-  int32_t own;   // the row's own position
-  int32_t page;  // of that, if it is appended in this tile; else -1
+  int32_t head;                // key head
+  int32_t slot, count, first;  // as the item's
+  int32_t own;                 // the row's own position
+  int32_t page;                // of that, if it is appended in this tile; else -1
   int32_t unused;
 };
 
-// Of one multiprocessor, if it holds as many.
-constexpr int BlocksOf(int head_dim, int head_tiles) {
-  return head_dim == 256 || head_tiles > 1 ? 1 : 2;
-}
-
 // Shared memory: stages of keys and values, then smaller arrays.
-template <typename Isa_, int kHeadDim, int kHeadTiles>
+// kShares: there are items of several rows.
+template <typename Isa_, int kHeadDim, int kHeadTiles, bool kShares>
 struct Config {
   using Isa = Isa_;
   using Tile = CacheTile<kHeadDim>;
   static constexpr int head_dim = kHeadDim;
-  static constexpr int head_tiles = kHeadTiles;
+  static constexpr int head_tiles = kHeadTiles;  // of eight heads of one row
+  static constexpr bool shares = kShares;
+  static constexpr int most_tiles = kShares ? kAttentionSharedTiles : kHeadTiles;
   static constexpr int stage_bytes = 2 * Tile::kBytes;
-  static constexpr int blocks = BlocksOf(kHeadDim, kHeadTiles);
+  // Of a multiprocessor. Two leave 168 registers for each thread, and items of several rows need
+  // more: the computing warps take them from the others, if they can. Warps give registers away by
+  // fours, so three stand idle beside the one that copies.
+  static constexpr bool moves_registers = kShares && Isa::kMovesRegisters;
+  static constexpr int blocks = kHeadDim == 256 || kHeadTiles > 1 || (kShares && !moves_registers)
+                                    ? 1
+                                    : 2;
+  static constexpr int threads = 32 * (kWarps + (moves_registers ? 4 : 1));
+  static constexpr int consumer_registers = 208;
+  static constexpr int producer_registers = 48;
   // By cp.async so much that two blocks fit into a multiprocessor of compute capability 8.0.
   static constexpr int ring_bytes = !Isa::kHasCopyEngine ? 64 * 1024
                                     : blocks == 1        ? 212000
@@ -64,17 +69,19 @@ struct Config {
   static constexpr int dim_tiles = kHeadDim / 16;
   static constexpr int warp_dim_tiles = (dim_tiles + kWarps - 1) / kWarps;
 
-  // Whether warps hold the queries in registers. Else they read them for each tile, from rows in
-  // different banks.
-  static constexpr bool holds_queries = Isa::kHasCopyEngine || kHeadTiles * kHeadDim <= 256;
-  static constexpr int query_pitch = kHeadDim + (holds_queries ? 0 : 8);  // elements
+  // Whether warps hold the queries of `tiles` in registers. Else they read them for each tile of
+  // the cache, from rows in different banks.
+  static constexpr bool HoldsQueries(int tiles) {
+    return tiles == kHeadTiles && (Isa::kHasCopyEngine || tiles * kHeadDim <= 256);
+  }
+  static constexpr int query_pitch = kHeadDim + 8;  // elements
 
   static constexpr int query_at = stages * stage_bytes;  // of the running item
   static constexpr int norms_at =
-      query_at + 8 * kHeadTiles * query_pitch * 2;  // weights: query, key
+      query_at + 8 * most_tiles * query_pitch * 2;  // weights: query, key
   static constexpr int probability_at = norms_at + 2 * kHeadDim * 4;
-  static constexpr int most_at = probability_at + 2 * 8 * kHeadTiles * kProbabilityPitch;
-  static constexpr int info_at = most_at + 2 * kWarps * 8 * kHeadTiles * 4;
+  static constexpr int most_at = probability_at + 8 * most_tiles * kProbabilityPitch;
+  static constexpr int info_at = most_at + kWarps * 8 * most_tiles * 4;
   static constexpr int barrier_at = info_at + stages * static_cast<int>(sizeof(TileInfo));
   static constexpr int shared_bytes = barrier_at + Barriers::kBytes + 1024;  // to align stages
 };

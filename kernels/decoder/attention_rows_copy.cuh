@@ -8,7 +8,7 @@
 namespace dorad::kernels::row_attention {
 
 // Words of an AttentionItem, by the lanes that hold them.
-enum { kRow, kBegin, kEnd, kSlot, kSlots, kFirst, kPageBase, kPosition, kPages };
+enum { kRow, kBegin, kEnd, kSlot, kCount, kFirst, kPageBase, kPosition, kPages };
 
 // Fetches a tile's pages to a free stage of keys, then values. Whole warp; `empty` and `parity`: of
 // the stage.
@@ -72,7 +72,7 @@ __device__ void Produce(const Args<typename C::Isa>& p, uint8_t* shared, uint32_
   while (work < total) {
     const auto word = [item](int at) { return __shfl_sync(0xFFFFFFFF, item, at); };
     const int begin = word(kBegin), end = word(kEnd), row = word(kRow);
-    const int slot = word(kSlot), slots = word(kSlots), first_slot = word(kFirst);
+    const int slot = word(kSlot), count = word(kCount), first = word(kFirst);
     const int position = word(kPosition);  // where the row is appended
     const int index = item_of(work), head = work - index * p.kv_heads;
     const bool is_join = index >= items;
@@ -107,8 +107,8 @@ __device__ void Produce(const Args<typename C::Isa>& p, uint8_t* shared, uint32_
     info.row = row;
     info.head = head;
     info.slot = slot;
-    info.first = first_slot;
-    info.slots = slots;
+    info.count = count;
+    info.first = first;
     info.own = position;
     if (is_join) {
       BarrierWait(empty + 8 * stage, parity ^ 1);
@@ -130,7 +130,7 @@ __device__ void Produce(const Args<typename C::Isa>& p, uint8_t* shared, uint32_
       }
       BarrierWait(empty + 8 * stage, parity ^ 1);
       const int pages_of = offset < kItemTiles ? item : list;
-      // The row's own position is the last of its last item.
+      // A row's own position is the last of its last item.
       const int page = __shfl_sync(0xFFFFFFFF, pages_of, page_lane(tile) + pages_end(tile) - 1);
       if (lane == 0) {
         constexpr int kPerChunk = kAttentionChunk / kTile;

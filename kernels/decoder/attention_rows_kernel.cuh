@@ -14,6 +14,7 @@
 #include "kernels/isa/barrier.cuh"
 #include "kernels/isa/dependent_launch.cuh"
 #include "kernels/isa/launch.h"
+#include "kernels/isa/sm90/wgmma.cuh"
 
 namespace dorad::kernels {
 namespace row_attention {
@@ -30,14 +31,16 @@ __device__ void RunRowBlock(const Args<typename C::Isa>& p, uint8_t* shared) {
   }
   __syncthreads();
   if (threadIdx.x < 32 * kWarps) {
+    if constexpr (C::moves_registers) IncreaseRegisters<C::consumer_registers>();
     Consume<C>(p, shared, base);
   } else {
-    Produce<C>(p, shared, base);
+    if constexpr (C::moves_registers) DecreaseRegisters<C::producer_registers>();
+    if (threadIdx.x < 32 * (kWarps + 1)) Produce<C>(p, shared, base);
   }
 }
 
 template <typename C>
-__global__ void __launch_bounds__(kThreads, C::blocks)
+__global__ void __launch_bounds__(C::threads, C::blocks)
     RowAttentionKernel(const __grid_constant__ Args<typename C::Isa> p) {
   LaunchDependents();
   extern __shared__ uint8_t dynamic[];
@@ -59,7 +62,7 @@ cudaError_t BlocksAtOnce(int32_t* blocks) {
       int of_one = 0, processors = 0;
       DORAD_CUDA_RETURN_IF_ERROR(AllowSharedMemory(RowAttentionKernel<C>));
       DORAD_CUDA_RETURN_IF_ERROR(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-          &of_one, RowAttentionKernel<C>, kThreads, C::shared_bytes));
+          &of_one, RowAttentionKernel<C>, C::threads, C::shared_bytes));
       DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&processors));
       known = std::min(of_one, C::blocks) * processors;
     }
@@ -85,15 +88,18 @@ cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
   if (launch.append != nullptr) args.append = *launch.append;
   int32_t blocks;
   DORAD_CUDA_RETURN_IF_ERROR(BlocksAtOnce<C>(&blocks));
-  return LaunchEarly(RowAttentionKernel<C>, blocks, kThreads, C::shared_bytes, stream, args);
+  return LaunchEarly(RowAttentionKernel<C>, blocks, C::threads, C::shared_bytes, stream, args);
 }
 
 // f(Config) of the shape.
 template <typename Isa, typename F>
-cudaError_t WithConfig(const AttentionShape& shape, F f) {
+cudaError_t WithConfig(const AttentionShape& shape, bool shares, F f) {
   const auto of_group = [&](auto head_dim) {
-    return AttentionGroup(shape) <= 8 ? f(Config<Isa, head_dim, 1>())
-                                      : f(Config<Isa, head_dim, 2>());
+    if (AttentionGroup(shape) > 8) return f(Config<Isa, head_dim, 2, false>());
+    if constexpr (SharesAttention(head_dim, 1)) {
+      if (shares) return f(Config<Isa, head_dim, 1, true>());
+    }
+    return f(Config<Isa, head_dim, 1, false>());
   };
   switch (shape.head_dim) {
     case 64:
@@ -114,14 +120,16 @@ cudaError_t WithConfig(const AttentionShape& shape, F f) {
 }  // namespace row_attention
 
 template <typename Isa>
-cudaError_t RowBlocks(const AttentionShape& shape, int32_t* blocks) {
-  return row_attention::WithConfig<Isa>(
-      shape, [&](auto config) { return row_attention::BlocksAtOnce<decltype(config)>(blocks); });
+cudaError_t RowBlocks(const AttentionShape& shape, bool shares, int32_t* blocks) {
+  return row_attention::WithConfig<Isa>(shape, shares, [&](auto config) {
+    return row_attention::BlocksAtOnce<decltype(config)>(blocks);
+  });
 }
 
 template <typename Isa>
 cudaError_t LaunchRowAttention(const AttentionLaunch& launch, cudaStream_t stream) {
-  return row_attention::WithConfig<Isa>(launch.params.shape, [&](auto config) {
+  const PagedAttentionParams& params = launch.params;
+  return row_attention::WithConfig<Isa>(params.shape, params.shares, [&](auto config) {
     return row_attention::Launch<decltype(config)>(launch, stream);
   });
 }

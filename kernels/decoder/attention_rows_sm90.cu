@@ -3,7 +3,8 @@
 
 namespace dorad::kernels {
 
-template cudaError_t RowBlocks<Sm90Pages>(const AttentionShape& shape, int32_t* blocks);
+template cudaError_t RowBlocks<Sm90Pages>(const AttentionShape& shape, bool shares,
+                                          int32_t* blocks);
 template cudaError_t LaunchRowAttention<Sm90Pages>(const AttentionLaunch& launch,
                                                    cudaStream_t stream);
 

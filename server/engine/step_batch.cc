@@ -9,7 +9,8 @@ namespace dorad::engine {
 StepBatch::StepBatch(absl::Span<const StepSequence> sequences) : order(sequences.size()) {
   std::iota(order.begin(), order.end(), size_t{0});
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
-    return std::less<>()(sequences[a].adapter, sequences[b].adapter);
+    const StepSequence &x = sequences[a], &y = sequences[b];
+    return x.adapter != y.adapter ? std::less<>()(x.adapter, y.adapter) : x.pages < y.pages;
   });
   std::vector<int64_t> last_row(sequences.size());
   for (const size_t index : order) {

@@ -1,5 +1,6 @@
-// The rows of a step in computing order, grouped by adapter: each adapter has one range of rows.
-// Torch-free. Plain values; thread-compatible.
+// The rows of a step in computing order: each adapter has one range of rows, in which sequences
+// with the same first pages are neighbours, so that attention reads these once. Torch-free. Plain
+// values; thread-compatible.
 #pragma once
 
 #include <cstddef>

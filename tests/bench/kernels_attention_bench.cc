@@ -1,7 +1,8 @@
 // Paged attention at Qwen3-8B's shape: graphs of one plan and 36 layers, each with a cache of its
 // own, pages shuffled; against the time that the caches' bytes take at the copy bandwidth of the
 // same run (prefill: in TFLOP/s). Rows split by load, always and never; the norms, rotation and
-// append before it, both after each other, and in one launch (decodes).
+// append before it, both after each other, in one launch (decodes), and that with common pages
+// always and never read together. The bytes of common pages count once.
 //
 //   kernels_attention_bench [mma] [filter: a part of the case's name]
 //
@@ -37,7 +38,7 @@ using dorad::kernels::kKvPageTokens;
 constexpr int kLayers = 36;
 constexpr AttentionShape kShape{32, 8, 128};
 constexpr int64_t kPageElements = int64_t{8} * 16 * 128;  // of one layer's keys or values
-constexpr int64_t kPages = 13000;
+constexpr int64_t kPages = 15000;
 constexpr int kMaxPositions = 16384;
 
 template <typename T>
@@ -70,6 +71,7 @@ void Fill(T* data, int64_t elements) {
 
 struct Run {
   int first, rows;
+  int common = 0;  // positions whose pages are those of the run before
 };
 
 struct Case {
@@ -83,6 +85,15 @@ std::vector<Run> Decodes(int count, int least, int most) {
   std::uniform_int_distribution<int> context(least, most);
   std::vector<Run> runs;
   for (int i = 0; i < count; ++i) runs.push_back({context(random) - 1, 1});
+  return runs;
+}
+
+// `samples` decodes of each of `prompts` prompts.
+std::vector<Run> Samples(int prompts, int samples, int prompt, int least, int most) {
+  std::vector<Run> runs = Decodes(prompts * samples, prompt + least, prompt + most);
+  for (size_t i = 0; i < runs.size(); ++i) {
+    if (i % samples != 0) runs[i].common = prompt / kKvPageTokens * kKvPageTokens;
+  }
   return runs;
 }
 
@@ -126,7 +137,6 @@ int main(int argc, char** argv) {
   std::vector<int32_t> shuffled(kPages);
   std::iota(shuffled.begin(), shuffled.end(), 0);
   std::shuffle(shuffled.begin(), shuffled.end(), std::mt19937(3));
-  int32_t* const pages = Upload(shuffled);
   const size_t workspace_bytes =
       dorad::kernels::AttentionWorkspaceBytes(kShape, max_rows, kMaxPositions);
   std::printf("workspace %.1f MB\n", 1e-6 * static_cast<double>(workspace_bytes));
@@ -145,24 +155,34 @@ int main(int argc, char** argv) {
       {"decode 4 of 8000", Decodes(4, 8000, 8000), 1.4},
       {"decode 1 of 16000", Decodes(1, 16000, 16000), 0.0},
       {"decode 64 skewed", Join(Decodes(60, 100, 400), Decodes(4, 8000, 8000)), 0.0},
+      {"samples 128 of 8", Samples(128, 8, 576, 1, 256), 0.0},
+      {"samples 64 of 8", Samples(64, 8, 576, 100, 600), 0.0},
+      {"samples 32 of 8", Samples(32, 8, 576, 100, 600), 0.0},
+      {"samples 128 of 2", Samples(128, 2, 576, 100, 600), 0.0},
+      {"samples 4 of 8", Samples(4, 8, 576, 100, 600), 0.0},
+      {"samples 1 of 16", Samples(1, 16, 8000, 100, 600), 0.0},
       {"prefill 1 of 512", {{0, 512}}, 0.0},
       {"prefill 1 of 4096", {{0, 4096}}, 18.0},
       {"prefill 512 at 3584", {{3584, 512}}, 0.0},
       {"mixed 64 and 448", Join(Decodes(64, 400, 912), {{0, 448}}), 0.0},
   };
-  std::printf("%-20s %6s %9s %9s %9s %7s %9s %9s %9s %9s\n", "36 layers, ms", "goal", "attention",
-              "split", "whole", "floor", "share", "append", "both", "in one");
+  std::printf("%-20s %6s %9s %9s %9s %7s %9s %9s %9s %9s %9s\n", "36 layers, ms", "goal",
+              "attention", "split", "whole", "floor", "share", "append", "both", "in one", "apart");
   for (const Case& c : cases) {
     if (std::string(c.name).find(filter) == std::string::npos) continue;
-    std::vector<int32_t> positions, sequences, page_begin;
-    int64_t page = 0, bytes = 0;
+    std::vector<int32_t> positions, sequences, page_begin, pages;
+    int64_t next_page = 0, bytes = 0;
     double flop = 0.0;
     bool has_runs = false;
     for (size_t s = 0; s < c.runs.size(); ++s) {
       const int length = c.runs[s].first + c.runs[s].rows;
-      page_begin.push_back(static_cast<int32_t>(page));
-      page += (length + kKvPageTokens - 1) / kKvPageTokens;
-      bytes += int64_t{4} * length * kShape.kv_heads * kShape.head_dim;
+      const int common = c.runs[s].common;
+      page_begin.push_back(static_cast<int32_t>(pages.size()));
+      for (int at = 0; at < length; at += kKvPageTokens) {
+        pages.push_back(at < common ? pages[page_begin[s - 1] + at / kKvPageTokens]
+                                    : shuffled[next_page++ % kPages]);
+      }
+      bytes += int64_t{4} * (length - common) * kShape.kv_heads * kShape.head_dim;
       has_runs = has_runs || c.runs[s].rows > 1;
       for (int r = 0; r < c.runs[s].rows; ++r) {
         positions.push_back(c.runs[s].first + r);
@@ -170,7 +190,7 @@ int main(int argc, char** argv) {
         flop += 4.0 * static_cast<double>(width) * (c.runs[s].first + r + 1);
       }
     }
-    if (page > kPages) {
+    if (next_page > kPages) {
       std::fprintf(stderr, "%s: too many pages\n", c.name);
       return 1;
     }
@@ -178,19 +198,21 @@ int main(int argc, char** argv) {
     int32_t* const d_positions = Upload(positions);
     int32_t* const d_sequences = Upload(sequences);
     int32_t* const d_page_begin = Upload(page_begin);
+    int32_t* const d_pages = Upload(pages);
     const dorad::kernels::StepRows rows{rows_count,  nullptr,      d_positions,
-                                        d_sequences, d_page_begin, pages};
-    const auto plan = [&](AttentionSplit split) {
+                                        d_sequences, d_page_begin, d_pages};
+    const auto plan = [&](AttentionSplit split, bool shares) {
       dorad::kernels::AttentionPlanParams params;
       params.rows = rows;
       params.shape = kShape;
       params.row_tiles = has_runs;
       params.split = split;
+      params.shares = shares;
       params.isa = isa;
       params.workspace = {workspace, workspace_bytes, max_rows};
       Check(PlanAttention(params, stream));
     };
-    const auto attention_of = [&](int layer) {
+    const auto attention_of = [&](int layer, bool shares = true) {
       dorad::kernels::PagedAttentionParams params;
       params.rows = rows;
       params.shape = kShape;
@@ -200,6 +222,7 @@ int main(int argc, char** argv) {
       params.row_tiles = has_runs;
       params.isa = isa;
       params.workspace = {workspace, workspace_bytes, max_rows};
+      params.shares = shares;
       params.out = out;
       return params;
     };
@@ -221,7 +244,7 @@ int main(int argc, char** argv) {
                                      AttentionSplit::kNever};
     for (int i = 0; i < 3; ++i) {
       ms[i] = 1e-3 * Microseconds(stream, replays, true, [&] {
-                plan(splits[i]);
+                plan(splits[i], /*shares=*/true);
                 for (int layer = 0; layer < kLayers; ++layer) {
                   Check(PagedAttention(attention_of(layer), stream));
                 }
@@ -232,21 +255,21 @@ int main(int argc, char** argv) {
                                  Check(RopeAppend(append_of(layer), stream));
                                }
                              });
-    double both_ms[2] = {};
-    for (const bool in_one : {false, true}) {
-      if (in_one && has_runs) continue;
-      both_ms[in_one] = 1e-3 * Microseconds(stream, replays, true, [&] {
-                          plan(AttentionSplit::kByLoad);
-                          for (int layer = 0; layer < kLayers; ++layer) {
-                            if (in_one) {
-                              Check(AppendAttention(append_of(layer), attention_of(layer), stream));
-                            } else {
-                              Check(RopeAppend(append_of(layer), stream));
-                              Check(PagedAttention(attention_of(layer), stream));
-                            }
-                          }
-                        });
-    }
+    const auto in_one_ms = [&](bool shares) {
+      return 1e-3 * Microseconds(stream, replays, true, [&] {
+               plan(AttentionSplit::kByLoad, shares);
+               for (int layer = 0; layer < kLayers; ++layer) {
+                 Check(AppendAttention(append_of(layer), attention_of(layer, shares), stream));
+               }
+             });
+    };
+    const double both_ms = 1e-3 * Microseconds(stream, replays, true, [&] {
+                             plan(AttentionSplit::kByLoad, /*shares=*/true);
+                             for (int layer = 0; layer < kLayers; ++layer) {
+                               Check(RopeAppend(append_of(layer), stream));
+                               Check(PagedAttention(attention_of(layer), stream));
+                             }
+                           });
     const double floor = 1e-9 * static_cast<double>(bytes) * kLayers / copy;
     std::printf("%-20s %6.2f %9.3f %9.3f %9.3f %7.3f", c.name, c.goal, ms[0], ms[1], ms[2], floor);
     if (has_runs) {
@@ -254,10 +277,16 @@ int main(int argc, char** argv) {
     } else {
       std::printf("   %5.1f %%", 100.0 * floor / ms[0]);
     }
-    std::printf(" %9.3f %9.3f %9.3f\n", append_ms, both_ms[0], both_ms[1]);
+    std::printf(" %9.3f %9.3f", append_ms, both_ms);
+    for (const bool shares : {true, false}) {
+      if (!has_runs) std::printf(" %9.3f", in_one_ms(shares));
+    }
+    std::printf("\n");
+    std::fflush(stdout);
     Check(cudaFree(d_positions));
     Check(cudaFree(d_sequences));
     Check(cudaFree(d_page_begin));
+    Check(cudaFree(d_pages));
   }
   return 0;
 }

@@ -1,8 +1,9 @@
 // Attention by mma.sync in the emulator, against a double reference and against itself: whole rows,
-// rows in parts, rows appended on the way, and tiles of rows have the same bits. Unused places of
-// the cache are NaN.
+// rows in parts, rows that read common pages together, rows appended on the way, and tiles of rows
+// have the same bits. Unused places of the cache are NaN.
 #include <cmath>
 #include <numeric>
+#include <string>
 
 #include "gtest/gtest.h"
 #include "kernels/decoder/attention_layout.h"
@@ -25,6 +26,7 @@ struct Case {
   // Each sequence's rows [first, end), by position. A row sees the whole run, or none behind it.
   std::vector<std::pair<int, int>> runs;
   bool sees_run = false;
+  int common = 0;  // positions whose pages all sequences have in common
 };
 
 void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
@@ -44,11 +46,16 @@ class Step {
     for (size_t s = 0; s < c.runs.size(); ++s) {
       const auto [first, end] = c.runs[s];
       page_begin_.push_back(static_cast<int32_t>(pages_.size()));
+      const int common = s == 0 ? 0 : std::min(c.common, end / kKvPageTokens * kKvPageTokens);
       for (int at = 0; at < end; at += kKvPageTokens) {
+        if (at < common) {
+          pages_.push_back(pages_[at / kKvPageTokens]);
+          continue;
+        }
         pages_.push_back(shuffled.back());
         shuffled.pop_back();
       }
-      for (int position = 0; position < end; ++position) {
+      for (int position = common; position < end; ++position) {
         for (int head = 0; head < kv_heads; ++head) {
           for (int d = 0; d < dim; ++d) {
             k_[At(s, position, head) + d] = __float2bfloat16(normal(random_));
@@ -65,10 +72,16 @@ class Step {
     for (Bf16& x : q_) x = __float2bfloat16(normal(random_));
   }
 
-  // Outputs of all rows by themselves. in_parts: by chunks, which are joined.
-  std::vector<Bf16> Rows(bool in_parts, bool appends = false) {
+  // in_parts: by chunks, which are joined. shares: reads common pages once for several rows.
+  struct How {
+    bool in_parts = false;
+    bool appends = false;
+    bool shares = false;
+  };
+  // Outputs of all rows by themselves.
+  std::vector<Bf16> Rows(const How& how) {
     std::vector<Bf16> out(q_.size(), __float2bfloat16(NAN));
-    WithConfig([&](auto config) { RunRows<decltype(config)>(in_parts, appends, out.data()); });
+    WithConfig(how.shares, [&](auto config) { RunRows<decltype(config)>(how, out.data()); });
     return out;
   }
 
@@ -144,8 +157,8 @@ class Step {
   }
 
   template <typename F>
-  void WithConfig(F f) {
-    ASSERT_EQ(row_attention::WithConfig<MmaPages>(case_.shape,
+  void WithConfig(bool shares, F f) {
+    ASSERT_EQ(row_attention::WithConfig<MmaPages>(case_.shape, shares,
                                                   [&](auto config) {
                                                     f(config);
                                                     return cudaSuccess;
@@ -153,41 +166,75 @@ class Step {
               cudaSuccess);
   }
 
-  // As PlanAttention does it.
-  void AddItems(int row, bool in_parts, std::vector<AttentionItem>* items,
-                std::vector<AttentionItem>* joins, int* slots) const {
-    const Row& at = rows_[row];
-    const int page_base = page_begin_[at.sequence];
-    const auto add = [&](int begin, int end, int slot, int parts, int first) {
-      AttentionItem item{row, begin, end, slot, parts, first, page_base, at.position, {}};
-      const int first_page = begin / kAttentionTile * kAttentionTilePages;
+  struct Work {
+    std::vector<AttentionItem> items, joins;
+    int slots = 0;
+  };
+  // Adds one item for each chunk, each with the slot after that of the one before, or one for all.
+  void AddItems(AttentionItem item, bool by_chunks, Work* work) const {
+    const int end = item.end;
+    while (item.begin < end) {
+      if (by_chunks) {
+        item.end = std::min(end, (item.begin / kAttentionChunk + 1) * kAttentionChunk);
+      }
+      const int first_page = item.begin / kAttentionTile * kAttentionTilePages;
       for (int j = 0; j < 2 * kAttentionTilePages; ++j) {
         const int page = first_page + j;
-        const bool is_in = page * kKvPageTokens < end && page >= begin / kKvPageTokens;
-        item.pages[j] = is_in ? pages_[page_base + page] : -1;
+        const bool is_in = page * kKvPageTokens < item.end && page >= item.begin / kKvPageTokens;
+        item.pages[j] = is_in ? pages_[item.page_base + page] : -1;
       }
-      items->push_back(item);
-    };
-    const int begin = First(at), end = at.last + 1;
-    const int first_chunk = begin / kAttentionChunk, chunks = (end - 1) / kAttentionChunk + 1;
-    const int parts = chunks - first_chunk;
-    if (!in_parts || parts == 1) return add(begin, end, -1, 1, 0);
-    for (int i = 0; i < parts; ++i) {
-      const int chunk = (first_chunk + i) * kAttentionChunk;
-      add(std::max(begin, chunk), std::min(end, chunk + kAttentionChunk), *slots + i, parts,
-          *slots);
+      work->items.push_back(item);
+      item.begin = item.end;
+      ++item.slot;
     }
-    joins->push_back({row, 0, 0, -1, parts, *slots, 0, 0, {}});
-    *slots += parts;
+  }
+  int ChunksOf(int row) const {
+    return rows_[row].last / kAttentionChunk + 1 - First(rows_[row]) / kAttentionChunk;
+  }
+
+  // As PlanAttention does it, in groups of as many rows as may be.
+  Work Plan(const How& how) const {
+    Work work, own;
+    const int most = how.shares ? AttentionSharedRows(case_.shape) : 1;
+    for (int first = 0; first < static_cast<int>(rows_.size()); first += most) {
+      const int end = std::min(first + most, static_cast<int>(rows_.size()));
+      int chunks = case_.common / kAttentionChunk, most_chunks = 0;
+      for (int row = first; row < end; ++row) {
+        chunks = std::min(chunks, rows_[row].position / kAttentionChunk);
+        most_chunks = std::max(most_chunks, ChunksOf(row));
+      }
+      if (end - first == 1) chunks = 0;
+      const bool is_split = how.in_parts && most_chunks > 1;
+      const int slot = work.slots, stride = is_split ? most_chunks : 1;
+      if (chunks > 0 || is_split) work.slots += stride * (end - first);
+      const int page_base = page_begin_[rows_[first].sequence];
+      AddItems(
+          {first, 0, chunks * kAttentionChunk, slot, end - first, stride, page_base, INT32_MAX, {}},
+          is_split, &work);
+      for (int row = first; row < end; ++row) {
+        const Row& at = rows_[row];
+        const int part = slot + (row - first) * stride;
+        AddItems({row,
+                  std::max(First(at), chunks * kAttentionChunk),
+                  at.last + 1,
+                  is_split ? part + chunks : -1,
+                  1,
+                  is_split || chunks == 0 ? -1 : part,
+                  page_begin_[at.sequence],
+                  at.position,
+                  {}},
+                 is_split, &own);
+        if (is_split) own.joins.push_back({row, 0, 0, -1, ChunksOf(row), part, 0, 0, {}});
+      }
+    }
+    work.items.insert(work.items.end(), own.items.begin(), own.items.end());
+    work.joins = std::move(own.joins);
+    return work;
   }
 
   template <typename C>
-  void RunRows(bool in_parts, bool appends, Bf16* out) {
-    std::vector<AttentionItem> items, joins;
-    int slots = 0;
-    for (size_t row = 0; row < rows_.size(); ++row) {
-      AddItems(static_cast<int>(row), in_parts, &items, &joins, &slots);
-    }
+  void RunRows(const How& how, Bf16* out) {
+    auto [items, joins, slots] = Plan(how);
     AttentionHeader header = {static_cast<int32_t>(items.size()),
                               static_cast<int32_t>(joins.size()), 0, 0, 0};
     items.insert(items.end(), joins.rbegin(), joins.rend());
@@ -201,6 +248,7 @@ class Step {
     args.layout.parts = reinterpret_cast<float*>(parts.data());
     std::vector<Bf16> k = k_, v = v_, qkv;
     const std::vector<float> cos(4096 * 128, 1.0f), sin(4096 * 128, 0.0f);
+    std::vector<int32_t> positions;
     args.k = k.data();
     args.v = v.data();
     args.q = q_.data();
@@ -210,7 +258,7 @@ class Step {
     args.kv_heads_inverse = (uint64_t{1} << 32) / case_.shape.kv_heads + 1;
     args.group = AttentionGroup(case_.shape);
     args.scale = scale() * 1.44269504088896340736f;
-    if (appends) {
+    if (how.appends) {
       // Rows turn by no angle: what is appended is what was in the cache.
       const auto [heads, kv_heads, dim] = case_.shape;
       for (size_t row = 0; row < rows_.size(); ++row) {
@@ -223,6 +271,8 @@ class Step {
           }
         }
       }
+      for (const Row& row : rows_) positions.push_back(row.position);
+      args.append.rows.positions = positions.data();
       args.append.shape = case_.shape;
       args.append.qkv = qkv.data();
       args.append.cos = cos.data();
@@ -231,7 +281,7 @@ class Step {
     }
     int delay = static_cast<int>(random_() % 200);
     Grid grid(
-        3, row_attention::kThreads, 1, C::shared_bytes, [&delay] { return --delay < 0; },
+        3, C::threads, 1, C::shared_bytes, [&delay] { return --delay < 0; },
         [&] { row_attention::RunRowBlock<C>(args, emulation::ThisBlock().shared); });
     Emulator::Get().Run({&grid});
     EXPECT_EQ(header.next, 0);
@@ -286,7 +336,7 @@ TEST_P(EmulatedAttention, HasTheSameBitsInAllWays) {
   Emulator emulator(3);
   Step step(GetParam(), &emulator.random());
   std::vector<Bf16> whole;
-  ASSERT_NO_THROW(whole = step.Rows(false));
+  ASSERT_NO_THROW(whole = step.Rows({}));
   EXPECT_LT(step.Error(whole), 4e-3);  // of bf16's rounding
   const auto expect_same = [&](const char* way, auto compute) {
     std::vector<Bf16> other;
@@ -299,10 +349,15 @@ TEST_P(EmulatedAttention, HasTheSameBitsInAllWays) {
     }
     EXPECT_EQ(different, 0) << way << ", first at " << first;
   };
-  expect_same("in parts", [&] { return step.Rows(true); });
-  if (step.CanAppend()) {
-    expect_same("appended", [&] { return step.Rows(false, true); });
-    expect_same("appended in parts", [&] { return step.Rows(true, true); });
+  const bool shares = GetParam().common > 0;
+  for (int way = 1; way < 8; ++way) {
+    const Step::How how{(way & 1) != 0, (way & 2) != 0, (way & 4) != 0};
+    if ((how.appends && !step.CanAppend()) || (how.shares && !shares)) continue;
+    std::string name;
+    if (how.in_parts) name += "in parts, ";
+    if (how.appends) name += "appended, ";
+    if (how.shares) name += "common pages together";
+    expect_same(name.c_str(), [&] { return step.Rows(how); });
   }
   if (HasTileAttention(GetParam().shape)) expect_same("in tiles", [&] { return step.Tiles(); });
 }
@@ -324,7 +379,27 @@ std::vector<Case> Cases() {
   cases.push_back({"Run256", {4, 1, 256}, 0, {{0, 20}, {190, 210}}});
   cases.push_back({"RunInWindow", {4, 1, 64}, 90, {{250, 290}}});
   cases.push_back({"Image", {4, 1, 64}, 0, {{30, 80}}, true});
+  cases.push_back({"ImageWide", {16, 1, 128}, 0, {{0, 40}}, true});
   cases.push_back({"Long", {1, 1, 64}, 0, {{2300, 2302}}});
+  // More rows than an item holds, of which some end within what all have in common.
+  const auto sharing = [](int rows) {
+    std::vector<std::pair<int, int>> runs;
+    for (int i = 0; i < rows; ++i)
+      runs.emplace_back(133 + 3 * i + i % 3 * 50, 134 + 3 * i + i % 3 * 50);
+    return runs;
+  };
+  cases.push_back({"CommonGroup1", {2, 2, 64}, 0, sharing(18), false, 128});
+  cases.push_back({"CommonGroup3", {6, 2, 64}, 0, sharing(11), false, 128});
+  cases.push_back({"CommonGroup4", {8, 2, 128}, 0, sharing(9), false, 128});
+  cases.push_back({"CommonGroup5", {5, 1, 128}, 0, sharing(5), false, 128});
+  cases.push_back({"CommonGroup8Dim96", {8, 1, 96}, 0, sharing(5), false, 128});
+  cases.push_back({"CommonDim80", {6, 2, 80}, 0, sharing(6), false, 128});
+  cases.push_back({"CommonWide", {12, 1, 128}, 0, sharing(3), false, 128});
+  cases.push_back({"CommonDim256", {4, 1, 256}, 0, sharing(5), false, 128});
+  cases.push_back(
+      {"CommonChunks", {4, 2, 64}, 0, {{400, 401}, {300, 301}, {275, 276}}, false, 272});
+  cases.push_back({"CommonOfOneSequence", {4, 2, 64}, 0, {{300, 306}}, false, 256});
+  cases.push_back({"CommonDim256Wide", {16, 1, 256}, 0, sharing(2), false, 128});
   return cases;
 }
 

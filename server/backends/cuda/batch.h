@@ -56,6 +56,11 @@ absl::StatusOr<std::vector<AdapterRange>> ToRanges(
     absl::Span<const engine::StepBatch::AdapterRows> rows, AdapterSlots* slots,
     const Stream& stream);
 
+// Whether attention should read pages once that neighbouring rows have in common: these rows see so
+// many positions together, and an eighth of them more than once. groups: of layers.
+bool SharesReads(const engine::StepBatch& batch, absl::Span<const engine::StepSequence> sequences,
+                 int64_t groups, int64_t least_positions);
+
 // What the rows of a model's steps have.
 struct RowKinds {
   explicit RowKinds(const model::ModelConfig& model);

@@ -55,6 +55,9 @@ absl::StatusOr<std::unique_ptr<CudaDecoder>> CudaDecoder::Create(const CudaModel
                          Linear::Create(groups, most_rows, model->isa(), ledger, stream));
   std::unique_ptr<CudaDecoder> decoder(new CudaDecoder(model, options, stream, std::move(linear)));
   DORAD_RETURN_IF_ERROR(decoder->AllocateAll(ledger));
+  DORAD_RETURN_IF_CUDA_ERROR(kernels::LeastSharedPositions(decoder->Shape(), model->isa(),
+                                                           &decoder->least_shared_positions_),
+                             "the decoder");
   DORAD_RETURN_IF_ERROR(decoder->UploadRope());
   return decoder;
 }
@@ -202,7 +205,7 @@ absl::Status CudaDecoder::Activate(int64_t layer, int64_t rows) {
 
 absl::Status CudaDecoder::Attention(int64_t layer, const model::KvGroups::Place& place,
                                     const kernels::StepRows& rows, const LinearRows& linear,
-                                    bool decode) {
+                                    const StepForm& form) {
   const model::ModelConfig& config = model_.config();
   const model::AttentionSpec& spec = config.layers[layer].attention;
   const LayerWeights& w = model_.layers()[layer];
@@ -229,10 +232,11 @@ absl::Status CudaDecoder::Attention(int64_t layer, const model::KvGroups::Place&
   attention.cache = kv_[place.slot];
   attention.softmax_scale = 1.0f / std::sqrt(static_cast<float>(spec.query_scalar));
   attention.window = static_cast<int32_t>(spec.window);
-  attention.row_tiles = !decode;
+  attention.row_tiles = !form.single_rows;
+  attention.shares = form.shares;
   attention.workspace = plans_[place.group];
   attention.out = narrow_;
-  if (decode) {
+  if (form.single_rows) {
     // Every sequence has one row, and writes to a page of its own.
     DORAD_RETURN_IF_CUDA_ERROR(kernels::AppendAttention(rope, attention, stream_.get()), kStep);
   } else {
@@ -248,7 +252,7 @@ absl::Status CudaDecoder::Attention(int64_t layer, const model::KvGroups::Place&
 }
 
 absl::Status CudaDecoder::Delta(int64_t layer, int64_t number, const kernels::StepRows& rows,
-                                const LinearRows& linear, bool decode) {
+                                const LinearRows& linear, const StepForm& form) {
   const model::ModelConfig& config = model_.config();
   const DeltaWeights& w = model_.layers()[layer].delta;
   const KvLayout& kv = kv_memory_.layout();
@@ -257,7 +261,7 @@ absl::Status CudaDecoder::Delta(int64_t layer, int64_t number, const kernels::St
   kernels::DeltaParams delta;
   delta.isa = model_.isa();
   delta.rows = rows;
-  delta.single_rows = decode;
+  delta.single_rows = form.single_rows;
   delta.shape = DeltaShapeOf(config.delta);
   delta.states = {kv_memory_.as<>(),
                   kv.plane_bytes(),
@@ -288,14 +292,16 @@ absl::Status CudaDecoder::Mlp(int64_t layer, const LinearRows& linear) {
   return linear_.Run(w.down, linear, narrow_, delta_);
 }
 
-absl::Status CudaDecoder::PlanAttention(absl::Span<const kernels::StepRows> rows, bool decode) {
+absl::Status CudaDecoder::PlanAttention(absl::Span<const kernels::StepRows> rows,
+                                        const StepForm& form) {
   for (size_t group = 0; group < plans_.size(); ++group) {
     kernels::AttentionPlanParams plan;
     plan.isa = model_.isa();
     plan.rows = rows[group];
     plan.shape = Shape();
     plan.window = static_cast<int32_t>(groups_.windows[group]);
-    plan.row_tiles = !decode;
+    plan.row_tiles = !form.single_rows;
+    plan.shares = form.shares;
     plan.workspace = plans_[group];
     DORAD_RETURN_IF_CUDA_ERROR(kernels::PlanAttention(plan, stream_.get()), kStep);
   }
@@ -328,7 +334,7 @@ absl::Status CudaDecoder::AddFeatures(int64_t layer, absl::Span<const ImageRows>
 
 absl::Status CudaDecoder::Forward(absl::Span<const kernels::StepRows> by_group,
                                   const LinearRows& linear, absl::Span<const ImageRows> images,
-                                  bool decode) {
+                                  const StepForm& form) {
   const model::ModelConfig& config = model_.config();
   const kernels::StepRows& rows = by_group.front();
   DORAD_CHECK(rows.rows <= options_.max_rows);
@@ -344,17 +350,17 @@ absl::Status CudaDecoder::Forward(absl::Span<const kernels::StepRows> by_group,
   embed.out = residual_;
   DORAD_RETURN_IF_CUDA_ERROR(kernels::Embed(embed, stream_.get()), kStep);
   DORAD_RETURN_IF_ERROR(EmbedImages(images));
-  DORAD_RETURN_IF_ERROR(PlanAttention(by_group, decode));
+  DORAD_RETURN_IF_ERROR(PlanAttention(by_group, form));
   int64_t net = 0;                     // the next delta-net
   const float* output_norm = nullptr;  // of the last layer's output, not yet added
   for (int64_t layer = 0; layer < config.num_layers(); ++layer) {
     const LayerWeights& w = model_.layers()[layer];
     DORAD_RETURN_IF_ERROR(Norm(rows.rows, /*first=*/layer == 0, output_norm, w.attention_norm));
     if (config.layers[layer].delta) {
-      DORAD_RETURN_IF_ERROR(Delta(layer, net++, rows, linear, decode));
+      DORAD_RETURN_IF_ERROR(Delta(layer, net++, rows, linear, form));
     } else {
       const model::KvGroups::Place& place = groups_.places[static_cast<size_t>(layer - net)];
-      DORAD_RETURN_IF_ERROR(Attention(layer, place, by_group[place.group], linear, decode));
+      DORAD_RETURN_IF_ERROR(Attention(layer, place, by_group[place.group], linear, form));
     }
     DORAD_RETURN_IF_ERROR(Norm(rows.rows, /*first=*/false, w.attention_output_norm, w.mlp_norm));
     DORAD_RETURN_IF_ERROR(Mlp(layer, linear));

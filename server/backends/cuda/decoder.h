@@ -26,6 +26,12 @@ namespace dorad::cuda {
 // Why this GPU cannot run the model's decoder: INVALID_ARGUMENT (MODEL_UNSUPPORTED).
 absl::Status CheckDecoder(const model::ModelConfig& config);
 
+// What a step's rows are, as far as attention's and the recurrence's kernels depend on it.
+struct StepForm {
+  bool single_rows = false;  // no sequence has more than one
+  bool shares = false;       // attention reads common pages once, see SharesReads
+};
+
 class CudaDecoder {
  public:
   struct Options {
@@ -42,10 +48,9 @@ class CudaDecoder {
 
   // Launches one forward pass: writes keys and values of all rows, keeps the last layer's residual.
   // by_group: for each group of layers (model::KvGroups), the same but for their pages. images:
-  // rows that are tokens of images; a decode step has none. decode: no sequence has more than one
-  // row.
+  // rows that are tokens of images; a step of single rows has none.
   absl::Status Forward(absl::Span<const kernels::StepRows> by_group, const LinearRows& linear,
-                       absl::Span<const ImageRows> images, bool decode);
+                       absl::Span<const ImageRows> images, const StepForm& form);
   // Launches the final norm and the head for some rows of the last Forward. Returns device memory
   // [rows, vocabulary] fp32, valid until the next call.
   absl::StatusOr<const float*> Logits(const LogitsBlock& block);
@@ -58,6 +63,8 @@ class CudaDecoder {
 
   // Whether passes may be captured and replayed for other rows.
   bool is_capturable() const { return linear_.is_capturable(); }
+  // kernels::LeastSharedPositions.
+  int64_t least_shared_positions() const { return least_shared_positions_; }
 
  private:
   CudaDecoder(const CudaModel* model, const Options& options, const Stream* stream, Linear linear)
@@ -73,15 +80,16 @@ class CudaDecoder {
   // A layer's mixer, from normed_ to delta_. rows: of the layer's group. number: of the model's
   // delta-nets.
   absl::Status Attention(int64_t layer, const model::KvGroups::Place& place,
-                         const kernels::StepRows& rows, const LinearRows& linear, bool decode);
+                         const kernels::StepRows& rows, const LinearRows& linear,
+                         const StepForm& form);
   absl::Status Delta(int64_t layer, int64_t number, const kernels::StepRows& rows,
-                     const LinearRows& linear, bool decode);
+                     const LinearRows& linear, const StepForm& form);
   absl::Status Mlp(int64_t layer, const LinearRows& linear);
   // Replaces the embeddings of images.
   absl::Status EmbedImages(absl::Span<const ImageRows> images);
   // Adds the images' features for the layer to its last addend (DeepStack).
   absl::Status AddFeatures(int64_t layer, absl::Span<const ImageRows> images);
-  absl::Status PlanAttention(absl::Span<const kernels::StepRows> rows, bool decode);
+  absl::Status PlanAttention(absl::Span<const kernels::StepRows> rows, const StepForm& form);
   // Adds delta_ (normed with delta_weight, if not null) to the residual unless `first`, and norms
   // the residual with `weight`.
   absl::Status Norm(int64_t rows, bool first, const float* delta_weight, const float* weight);
@@ -94,6 +102,7 @@ class CudaDecoder {
   const Options options_;
   const Stream& stream_;
   Linear linear_;
+  int64_t least_shared_positions_ = 0;
   KvMemory kv_memory_;
   KvImage kv_image_;  // while it is released
   DeviceBuffer workspace_;

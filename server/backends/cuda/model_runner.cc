@@ -159,7 +159,11 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
     const SampledTokens& previous = sampler_->sampled();
     DORAD_RETURN_IF_ERROR(CopyPages(sequences));
     DORAD_RETURN_IF_ERROR(sampler_->Begin(batch, sequences));
-    if (graphs_.has_value() && DecodeBatch::Takes(sequences)) {
+    StepForm form;
+    form.shares = SharesReads(batch, sequences, static_cast<int64_t>(kinds_.windows.size()),
+                              decoder_->least_shared_positions());
+    // Steps with so much to read that sharing pays hide their launches.
+    if (graphs_.has_value() && !form.shares && DecodeBatch::Takes(sequences)) {
       DORAD_RETURN_IF_ERROR(decode_->Upload(batch, sequences, previous, stream_));
       DORAD_RETURN_IF_ERROR(
           graphs_->Launch(DecodeBatch::SizeFor(batch.rows), IsAdapted(batch.adapters), stream_));
@@ -167,11 +171,10 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
       return sampler_->End();
     }
     DORAD_RETURN_IF_ERROR(batch_.Upload(batch, sequences, stream_, previous));
-    const bool decode = batch_.images().empty() &&
-                        std::all_of(sequences.begin(), sequences.end(),
-                                    [](const StepSequence& s) { return s.tokens.size() <= 1; });
-    DORAD_RETURN_IF_ERROR(
-        decoder_->Forward(batch_.rows(), batch_.linear(), batch_.images(), decode));
+    form.single_rows = batch_.images().empty() &&
+                       std::all_of(sequences.begin(), sequences.end(),
+                                   [](const StepSequence& s) { return s.tokens.size() <= 1; });
+    DORAD_RETURN_IF_ERROR(decoder_->Forward(batch_.rows(), batch_.linear(), batch_.images(), form));
     for (const LogitsBlock& block : batch_.samples()) {
       DORAD_ASSIGN_OR_RETURN(const float* logits, decoder_->Logits(block));
       DORAD_RETURN_IF_ERROR(sampler_->Sample(block.linear.rows, logits));
@@ -198,8 +201,9 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
   // A decode step of `size` rows over the fixed buffers.
   absl::Status LaunchDecode(int size, bool adapted) {
     const LinearRows linear = decode_->linear(size, adapted);
-    DORAD_RETURN_IF_ERROR(
-        decoder_->Forward(decode_->rows(size), linear, /*images=*/{}, /*decode=*/true));
+    StepForm form;
+    form.single_rows = true;
+    DORAD_RETURN_IF_ERROR(decoder_->Forward(decode_->rows(size), linear, /*images=*/{}, form));
     DORAD_ASSIGN_OR_RETURN(decode_logits_, decoder_->Logits({{}, nullptr, linear}));
     return absl::OkStatus();
   }

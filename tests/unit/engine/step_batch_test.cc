@@ -43,6 +43,16 @@ TEST_F(StepBatchTest, PutsRowsOfOneAdapterNextToEachOtherAndKeepsArrivalWithin) 
   EXPECT_EQ(batch.adapters[1].end, 7);
 }
 
+TEST_F(StepBatchTest, SequencesWithTheSameFirstPagesAreNeighbours) {
+  const std::vector<std::vector<int32_t>> pages = {{7, 3, 5}, {2, 9}, {7, 1}, {7, 3, 4}, {2, 9, 6}};
+  std::vector<StepSequence> sequences;
+  for (size_t i = 0; i < pages.size(); ++i) {
+    sequences.push_back(Sequence(1, i == 2 ? 0 : -1));
+    sequences.back().pages = pages[i];
+  }
+  EXPECT_THAT(StepBatch(sequences).order, ElementsAre(1, 4, 3, 0, 2));
+}
+
 TEST_F(StepBatchTest, EveryAdapterHasOneRange) {
   std::vector<StepSequence> sequences;
   for (int i = 0; i < 9; ++i) sequences.push_back(Sequence(1, i % 3 - 1));

@@ -165,18 +165,25 @@ TEST_P(AppendAttentionTest, IsBothInOne) {
         const int half = of.turned() / 2;
         std::mt19937 random(static_cast<uint32_t>(rows) + dim);
         std::normal_distribution<float> normal;
+        // Rows have whole chunks in common with the one before them.
         std::vector<int32_t> positions, sequences, page_begin, pages, rotary;
+        int32_t page_count = 0;
         for (size_t r = 0; r < rows; ++r) {
           rotary.insert(rotary.end(), 3, static_cast<int32_t>(random() % 1500));
           const int length = rows == 1 ? 656 : lengths[r % lengths.size()];
+          const int least = r == 0 ? 0 : std::min(positions.back(), length - 1);
           positions.push_back(length - 1);
           sequences.push_back(static_cast<int32_t>(r));
           page_begin.push_back(static_cast<int32_t>(pages.size()));
           for (int at = 0; at < length; at += kKvPageTokens) {
-            pages.push_back(static_cast<int32_t>(pages.size()));
+            pages.push_back(at < least / 128 * 128 ? pages[page_begin[r - 1] + at / kKvPageTokens]
+                                                   : page_count++);
           }
         }
-        std::shuffle(pages.begin(), pages.end(), random);
+        std::vector<int32_t> shuffled(page_count);
+        std::iota(shuffled.begin(), shuffled.end(), 0);
+        std::shuffle(shuffled.begin(), shuffled.end(), random);
+        for (int32_t& page : pages) page = shuffled[page];
         const auto normals = [&](int64_t size) {
           std::vector<float> values(size);
           for (float& x : values) x = normal(random);
@@ -187,7 +194,7 @@ TEST_P(AppendAttentionTest, IsBothInOne) {
           for (Bf16& x : values) x = __float2bfloat16(normal(random));
           return values;
         };
-        const int64_t plane = static_cast<int64_t>(pages.size()) * kv_heads * kKvPageTokens * dim;
+        const int64_t plane = int64_t{page_count} * kv_heads * kKvPageTokens * dim;
         const std::vector<Bf16> cache = rounded(plane);
         const DeviceBuffer<Bf16> qkv(rounded(static_cast<int64_t>(rows) * of.all() * dim));
         const DeviceBuffer<Bf16> other_qkv(rounded(static_cast<int64_t>(rows) * of.all() * dim));
@@ -226,6 +233,7 @@ TEST_P(AppendAttentionTest, IsBothInOne) {
             plan.window = window;
             plan.row_tiles = false;
             plan.split = split;
+            plan.shares = in_one;
             plan.isa = GetParam();
             plan.workspace = {bytes == 0 ? nullptr : workspace.get(), bytes,
                               static_cast<int32_t>(rows)};
@@ -238,6 +246,7 @@ TEST_P(AppendAttentionTest, IsBothInOne) {
             params.softmax_scale = 0.1f;
             params.window = window;
             params.row_tiles = false;
+            params.shares = plan.shares;
             params.isa = GetParam();
             params.workspace = plan.workspace;
             params.out = out.get();

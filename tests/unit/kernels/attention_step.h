@@ -31,6 +31,7 @@ struct Run {
     int begin, end;
   };
   std::vector<Block> blocks = {};
+  int common = 0;  // positions, of whole pages, that lie in the pages of the run before
 
   int LastSeenBy(int position) const {
     for (const Block& block : blocks) {
@@ -73,11 +74,15 @@ class Step {
     for (size_t s = 0; s < c.runs.size(); ++s) {
       page_begin_.push_back(static_cast<int32_t>(pages_.size()));
       for (int at = 0; at < lengths[s]; at += kKvPageTokens) {
+        if (at < c.runs[s].common) {
+          pages_.push_back(pages_[page_begin_[s - 1] + at / kKvPageTokens]);
+          continue;
+        }
         pages_.push_back(shuffled.back());
         shuffled.pop_back();
       }
       // Past queries of the run, no sequence has keys.
-      for (int position = 0; position < lengths[s]; ++position) {
+      for (int position = c.runs[s].common; position < lengths[s]; ++position) {
         for (int head = 0; head < kv_heads; ++head) {
           const int64_t at = At(static_cast<int>(s), position, head);
           for (int d = 0; d < dim; ++d) {
@@ -109,6 +114,7 @@ class Step {
     bool simple = false;
     bool row_tiles = true;
     AttentionSplit split = AttentionSplit::kByLoad;
+    bool shares = true;
     size_t workspace = ~size_t{0};  // bytes at most
   };
   // Of the rows named, in that order.
@@ -144,6 +150,7 @@ class Step {
     params.softmax_scale = scale();
     params.window = case_.window;
     params.row_tiles = how.row_tiles;
+    params.shares = how.shares;
     params.isa = case_.isa;
     params.out = device_out.get();
     if (!how.simple && bytes > 0) {
@@ -154,6 +161,7 @@ class Step {
       plan.window = params.window;
       plan.row_tiles = how.row_tiles;
       plan.split = how.split;
+      plan.shares = how.shares;
       plan.isa = case_.isa;
       plan.workspace = params.workspace;
       DORAD_ASSERT_CUDA(PlanAttention(plan, nullptr));
