@@ -40,8 +40,8 @@ class Limits(NamedTuple):
     spilled: int  # bytes, of the kernel and what it calls
 
 
-def project(row_warps: int, tiles: int, panel: int, adapted: int) -> Kernel:
-    most = 32 if row_warps == 2 else 64 * tiles
+def project(row_warps: int, row_blocks: int, tiles: int, panel: int, adapted: int) -> Kernel:
+    most = 16 * row_warps * row_blocks * tiles
     text = f"≤ {most} rows, panels of {panel}, {'adapted' if adapted else 'base'}"
     return Kernel("linear", (adapted, most, panel), text)
 
@@ -64,7 +64,7 @@ def attention_tiles(heads: int) -> Kernel:
 
 # By the mangled name; the groups are numbers.
 KERNELS: tuple[tuple[str, Callable[..., Kernel]], ...] = (
-    (r"ProjectKernel\w*?MmaIsaILi(\d)EEELi(\d)ELi(\d+)ELb([01])E", project),
+    (r"ProjectKernel\w*?MmaIsaILi(\d)ELi(\d)ELi\dEEELi(\d)ELi(\d+)ELb([01])E", project),
     (
         r"PrefillMmaKernelILi(\d+)E",
         lambda panel: Kernel("linear", (2, panel), f"more rows, panels of {panel}"),

@@ -26,5 +26,10 @@ inline cudaError_t Multiprocessors(int* count) {
   DORAD_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
   return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }
+inline cudaError_t MostSharedBytes(int* bytes) {  // of a block
+  int device = 0;
+  DORAD_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
+  return cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+}
 
 }  // namespace dorad::kernels

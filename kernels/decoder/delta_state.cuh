@@ -2,12 +2,11 @@
 #pragma once
 
 #include "kernels/decoder/delta_device.cuh"
+#include "kernels/isa/mma/isa.cuh"
 
 namespace dorad::kernels {
 
 struct Sm90Isa;
-template <int kRowWarps>
-struct MmaIsa;
 
 }  // namespace dorad::kernels
 

@@ -126,8 +126,8 @@ cudaError_t DoraLinearMma(const DoraLinearParams& params, int processors, cudaSt
   launch.processors = processors;
   launch.stream = stream;
   const LinearPlan plan = PlanMmaLinear(params.shape, params.rows, kM, processors);
-  // Warps multiply 16 rows, and the shrink fetches tiles of 64.
-  const int x_rows = RoundUp(params.rows, params.rows > 64 && params.max_rank > 0 ? 64 : 16);
+  // As many as a warp multiplies. The shrink fetches tiles of 64.
+  const int x_rows = RoundUp(params.rows, 16 * Isa::kRowBlocks);
   DORAD_CUDA_RETURN_IF_ERROR(Prepare(params, plan, /*siblings=*/1, x_rows, &launch));
   return Launch<Isa, kM>(launch);
 }
@@ -153,9 +153,9 @@ cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
     case 1:
       return DoraLinearMma<MmaIsa<4>, 1>(params, processors, stream);
     case 2:
-      return DoraLinearMma<MmaIsa<4>, 2>(params, processors, stream);
+      return DoraLinearMma<MmaIsa<1, 4, 2>, 2>(params, processors, stream);
     default:
-      return DoraLinearMma<MmaIsa<4>, 4>(params, processors, stream);
+      return DoraLinearMma<MmaIsa<1, 4, 2>, 4>(params, processors, stream);
   }
 }
 

@@ -45,9 +45,9 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
   __device__ void Produce(const typename Isa::Matrix* x_map, const typename Isa::Matrix* x_tile_map,
                           int producer) {
     WaitForPrevious();
-    // A stage of x: the first warp's.
+    // A stage of x: the first warps'.
     const auto produce = [&](uint32_t bytes, auto copy) {
-      if (producer == 0) {
+      if (Config::IsOneOfX(producer)) {
         ring_.WaitEmpty();
         __syncwarp();
         if (lane_ < Isa::kFetchThreads) {
@@ -68,8 +68,10 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
             for (int i = 0; i < count; ++i) {
 #pragma unroll 1
               for (int tile = group.first_tile; tile <= group.last_tile; ++tile) {
-                Isa::Fetch(ring_.batch() + i * x_bytes_ + tile * kTileBytes, x_tile_map,
-                           (chunk + i) * kLinearStageK, tile * 64, ring_.batch_full());
+                Isa::Fetch(ring_.batch() + i * x_bytes_ + tile * kTileBytes,
+                           Isa::RowsOf(x_tile_map, tile * 64, min(64, args_.x_rows), producer,
+                                       Config::kXWarps),
+                           (chunk + i) * kLinearStageK, ring_.batch_full());
               }
             }
           });
@@ -82,6 +84,8 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
     for (int i = 0; i < args_.siblings; ++i) {
       blocks |= 1 << (i << args_.plan.log_splits | split_);
     }
+    const typename Isa::Rows x_rows =
+        Isa::RowsOf(x_map, 0, args_.x_rows, producer, Config::kXWarps);
     const auto produce_x = [&](int begin, int end) {
       ForEachStage(begin, end, [&](int chunk, int count) {
         produce(count * x_bytes_, [&] {
@@ -90,7 +94,7 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
             const uint32_t to = ring_.batch() + i * x_bytes_;
             const int column = (chunk + i) * kLinearStageK;
             if (args_.siblings == 1) {
-              Isa::Fetch(to, x_map, column, 0, ring_.batch_full());
+              Isa::Fetch(to, x_rows, column, ring_.batch_full());
             } else if constexpr (Isa::kHasClusters) {
               CopyTensorBoxToBlocks(to + sibling_ * box_rows * 2 * kLinearStageK, x_map, column,
                                     sibling_ * box_rows, ring_.batch_full(), blocks);
@@ -106,9 +110,9 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
       // No warp may run two rounds of the ring ahead: a barrier tells the last two phases apart
       // only.
       if (kAdapted && !first) NamedBarrier(4, 32 * Config::kBatchWarps);
-      if (producer > 0 && HasPanel()) {
+      if (producer >= Config::kXWarps && HasPanel()) {
         if (Isa::kHasCopyEngine && kAdapted && first && producer == 1) AcquireRankMaps();
-        StageFinish(row, panel++, producer - 1);
+        StageFinish(row, panel++, producer - Config::kXWarps);
       }
       ForEachPiece(first, [&](int begin, int end, bool is_lead) {
         produce_x(begin, end);
@@ -116,7 +120,7 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
         WaitForTables();
         if (!HasShares()) return;
         produce_share();
-        if (producer > 0) AddH(producer - 1);
+        if (producer >= Config::kXWarps) AddH(producer - Config::kXWarps);
       });
       if (!HasPanel()) return;
       if constexpr (!kAdapted) return;
@@ -146,7 +150,7 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
             }
             BarrierHoldForCopies(ring_.batch_full());
             __syncwarp();
-            if (lane_ == 0) BarrierArrive(ring_.batch_full());
+            if (Config::IsOneOfX(lane_)) BarrierArrive(ring_.batch_full());  // for all of them
           }
           if (++turn == turns) turn = 0;
           ring_.Advance();
@@ -154,7 +158,7 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
       });
       if (has_stages && !has_met) MeetForH(producer);
     });
-    if (HasShares() && producer == 1 && lane_ == 0) Leave();
+    if (HasShares() && producer == Config::kXWarps && lane_ == 0) Leave();
   }
 
  private:
@@ -200,7 +204,7 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
   // one who fetches x has come this far. The others waited for no stage since, and a barrier tells
   // the last two phases apart only.
   __device__ void MeetForH(int producer) const {
-    if (producer == 1 && lane_ == 0) SpinUntil(&args_.signals->h, gridDim.x);
+    if (producer == Config::kXWarps && lane_ == 0) SpinUntil(&args_.signals->h, gridDim.x);
     NamedBarrier(4, 32 * Config::kBatchWarps);
   }
 

@@ -17,13 +17,29 @@ namespace dorad::kernels {
 // there may be adapters.
 template <typename Isa, int kM, int kPanel, bool kAdapted>
 struct ProjectConfig {
-  static constexpr int kGroups = kM == 1 ? 1 : 2;  // warpgroups that compute
-  static constexpr int kTiles = kM / kGroups;      // of each
-  static constexpr int kConsumerWarps = 4 * kGroups;
+  // Groups of warps that compute. Their threads read a segment each.
+  static constexpr int kGroups = Isa::kGroupWarps < 4 ? kM : kM == 1 ? 1 : 2;
+  static constexpr int kTiles = kM / kGroups;  // of each
+  static constexpr int kConsumerWarps = Isa::kGroupWarps * kGroups;
+  static_assert(32 * kConsumerWarps >= 64 * kM);
   // As many as leave consumers their registers.
-  static constexpr int kBatchWarps = kM < (Isa::kMovesRegisters ? 4 : 2) && kAdapted ? 7 : 3;
-  static constexpr int kAdders = kBatchWarps - 1;  // while the first one fetches x
-  static constexpr int kThreads = 32 * (kConsumerWarps + 1 + kBatchWarps);
+  static constexpr int kBatchWarps =
+      kM < (Isa::kMovesRegisters ? 4 : 2) && kAdapted ? 8 - Isa::kFetchWarps : 3;
+  // Warps that fetch weights, and those of the batch's that fetch x.
+  static constexpr int kWeightWarps = kM == 1 ? Isa::kFetchWarps : 1;
+  static constexpr int kXWarps = kM > 1 ? Isa::kFetchWarps : 1;
+  static constexpr int kAdders = kBatchWarps - kXWarps;  // while the others fetch x
+  static constexpr int kThreads = 32 * (kConsumerWarps + kWeightWarps + kBatchWarps);
+  // Of a block's warps.
+  __device__ static bool FetchesWeights(int warp) {
+    if constexpr (kWeightWarps == 1) return warp == kConsumerWarps;
+    return warp >= kConsumerWarps && warp < kConsumerWarps + kWeightWarps;
+  }
+  // Of the batch's warps, or of their lanes.
+  __device__ static bool IsOneOfX(int i) {
+    if constexpr (kXWarps == 1) return i == 0;
+    return i < kXWarps;
+  }
   static constexpr int kMaxStages = 24;
   // Chunks of K in a stage: two for small chunks, whose cost per stage would count.
   static constexpr bool kIsSmall =
@@ -80,13 +96,14 @@ class ProjectBlock {
         ring_(shared.ring, dynamic, args.stages, Config::kWeightBytes,
               Config::kWeightBytes + Config::kStageChunks * x_bytes_),
         exchange_(dynamic + args.stages * (Config::kWeightBytes + Config::kStageChunks * x_bytes_)),
-        split_(blockIdx.x & (args.plan.splits - 1)),
-        sibling_((blockIdx.x >> args.plan.log_splits) % args.siblings),
+        split_(Isa::kHasClusters ? blockIdx.x & (args.plan.splits - 1) : 0),
+        sibling_(Isa::kHasClusters ? (blockIdx.x >> args.plan.log_splits) % args.siblings : 0),
         lane_(threadIdx.x % 32) {}
 
   // One warp.
   __device__ static void InitBarriers(const LinearArgs& args, Shared& shared) {
-    shared.ring.Init(args.stages, args.siblings * Config::kConsumerWarps);
+    shared.ring.Init(args.stages, Config::kWeightWarps, Config::kXWarps,
+                     args.siblings * Config::kConsumerWarps);
     if (threadIdx.x % 32 == 0) {
       BarrierInit(SharedAddress(&shared.tables_filled), 32);
       BarrierInit(SharedAddress(&shared.staged), 32 * Config::kAdders);
@@ -144,6 +161,7 @@ class ProjectBlock {
   }
 
   __device__ int Cluster() const {
+    if constexpr (!Isa::kHasClusters) return static_cast<int>(blockIdx.x);
     return static_cast<int>(blockIdx.x >> args_.plan.log_splits) / args_.siblings;
   }
   // An adapted launch may have more blocks than panels, for the shrink.
@@ -156,6 +174,15 @@ class ProjectBlock {
   // of panels and the same stages.
   template <typename F>
   __device__ void ForEachPanel(F f) const {
+    if constexpr (!Isa::kHasClusters) {
+      int panel = static_cast<int>(blockIdx.x);
+#pragma unroll 1
+      do {
+        f(panel * kPanel, panel * kPanel, panel == static_cast<int>(blockIdx.x));
+        panel += static_cast<int>(gridDim.x);
+      } while (panel < args_.plan.panels);
+      return;
+    }
     const int clusters = static_cast<int>(gridDim.x >> args_.plan.log_splits) / args_.siblings;
     const int group_rows = args_.siblings * kPanel;
     bool first = true;
@@ -170,7 +197,8 @@ class ProjectBlock {
   // The stages over the rank, the same for a cluster's blocks.
   template <typename F>
   __device__ void ForEachRank(int group, F f) const {
-    ForEachRankRange(args_, tables_, group, group + args_.siblings * kPanel, split_, f);
+    const int siblings = Isa::kHasClusters ? args_.siblings : 1;
+    ForEachRankRange(args_, tables_, group, group + siblings * kPanel, split_, f);
   }
 
   // Whether a panel has rows of the part.

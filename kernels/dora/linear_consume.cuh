@@ -41,7 +41,7 @@ class ProjectConsumers : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
   // Consumers: whole warpgroups.
   __device__ void Consume() {
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
-    const int first_tile = warp / 4 * Config::kTiles;
+    const int first_tile = warp / Isa::kGroupWarps * Config::kTiles;
     const int tiles = (args_.p.rows + 63) / 64;
     if constexpr (Config::kLeadStages == 0) {
       WaitForTables();
@@ -76,9 +76,11 @@ class ProjectConsumers : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
       if (args_.plan.splits == 1) {
 #pragma unroll
         for (int tile = 0; tile < Config::kTiles; ++tile) {
-          finish_.template Rows<kOwnColumns<kPanel>>(d[tile],
-                                                     64 * (first_tile + tile) + FirstRow(warp), row,
-                                                     ColumnPart(warp) * kOwnColumns<kPanel>, warp);
+          ForEachBlock<kPanel>(d[tile], [&](int first, const auto& values) {
+            finish_.template Rows<kOwnColumns<kPanel>>(
+                values, 64 * (first_tile + tile) + FirstRow(warp) + first, row,
+                ColumnPart(warp) * kOwnColumns<kPanel>, warp);
+          });
         }
       } else if constexpr (Config::kExchangeBytes != 0) {
         Meet(d, first_tile, warp, row);
@@ -89,15 +91,34 @@ class ProjectConsumers : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
 
  private:
   // Of a product with kN columns, a warp's part.
-  static constexpr int kColumnParts = 4 / Isa::kRowWarps;
+  static constexpr int kColumnParts = Isa::kGroupWarps / Isa::kRowWarps;
   template <int kN>
   static constexpr int kOwnColumns = kN / kColumnParts;
   template <int kN>
-  static constexpr int kValues = 16 * kOwnColumns<kN> / 32;  // of a lane
+  static constexpr int kBlockValues = 16 * kOwnColumns<kN> / 32;  // of a lane, of 16 rows
+  template <int kN>
+  static constexpr int kValues = Isa::kRowBlocks* kBlockValues<kN>;
 
-  __device__ static int ColumnPart(int warp) { return warp % 4 / Isa::kRowWarps; }
+  __device__ static int ColumnPart(int warp) { return warp % Isa::kGroupWarps / Isa::kRowWarps; }
   // A warp's first row of a tile.
-  __device__ static int FirstRow(int warp) { return 16 * (warp % Isa::kRowWarps); }
+  __device__ static int FirstRow(int warp) {
+    return 16 * Isa::kRowBlocks * (warp % Isa::kRowWarps);
+  }
+  // f(first row, values) for the blocks of 16 rows that a warp has.
+  template <int kN, typename F>
+  __device__ static void ForEachBlock(const float (&d)[kValues<kN>], F f) {
+    if constexpr (Isa::kRowBlocks == 1) {
+      f(0, d);
+    } else {
+#pragma unroll
+      for (int block = 0; block < Isa::kRowBlocks; ++block) {
+        float values[kBlockValues<kN>];
+#pragma unroll
+        for (int i = 0; i < kBlockValues<kN>; ++i) values[i] = d[block * kBlockValues<kN> + i];
+        f(16 * block, values);
+      }
+    }
+  }
   // Whether this warp has no rows of a tile, where warps multiply by themselves.
   __device__ bool IsIdle(int tile) const {
     if constexpr (Isa::kHasCopyEngine) return false;
@@ -145,7 +166,7 @@ class ProjectConsumers : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
   template <int kBoxes>
   __device__ void MultiplyBoxes(const Group& group, int first_tile, int warp) {
     constexpr int kBlocks = kOwnColumns<kBoxes * kLinearBoxRows> / 8;  // of 8 columns, of a warp
-    float sums[Config::kTiles][4 * kBlocks];
+    float sums[Config::kTiles][kValues<kBoxes * kLinearBoxRows>];
     Clear(sums);
     // What is computed of tiles that were not fetched is not used.
     AccumulateTiles<kBoxes * kLinearBoxRows, 0, Config::kTiles>(sums, args_.plan.a_chunks,
@@ -160,8 +181,15 @@ class ProjectConsumers : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
 #pragma unroll
         for (int i = 0; i < kBoxes; ++i) {
           if (i >= group.boxes) break;
-          StoreShare<kBlocks>(args_, tables_, sums[tile], kBoxBlocks * i - kBlocks * part,
-                              64 * (first_tile + tile) + FirstRow(warp), group.box[i]);
+          if constexpr (Isa::kRowBlocks == 1) {
+            StoreShare<kBlocks>(args_, tables_, sums[tile], kBoxBlocks * i - kBlocks * part,
+                                64 * (first_tile + tile) + FirstRow(warp), group.box[i]);
+          } else {
+            ForEachBlock<kBoxes * kLinearBoxRows>(sums[tile], [&](int first, const auto& values) {
+              StoreShare<kBlocks>(args_, tables_, values, kBoxBlocks * i - kBlocks * part,
+                                  64 * (first_tile + tile) + FirstRow(warp) + first, group.box[i]);
+            });
+          }
         }
       }
     }

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <type_traits>
 
+#include "kernels/common/host.h"
 #include "kernels/common/status.h"
 #include "kernels/dora/linear_launch.h"
 #include "kernels/dora/linear_project.cuh"
@@ -29,16 +30,27 @@ struct RingFit {
 // Warpgroups read whole tiles of 64 rows of the batch, and a stage holds x_rows of them: the last
 // stage's tiles extend into the buffers after the ring. A warp by itself reads 16 rows.
 template <typename Isa, int kM, int kPanel, bool kAdapted>
-constexpr RingFit FitRing(int splits, int x_rows) {
+constexpr RingFit FitRing(int splits, int x_rows, int shared_bytes) {
   using Config = ProjectConfig<Isa, kM, kPanel, kAdapted>;
   constexpr int kRowBytes = 2 * kLinearStageK;
   constexpr int kStaticBytes = sizeof(typename ProjectBlock<Isa, kM, kPanel, kAdapted>::Shared);
   const int stage_bytes = Config::kWeightBytes + Config::kStageChunks * x_rows * kRowBytes;
   const int beyond = Isa::kHasCopyEngine ? 64 * kM - x_rows : 0;
   const int after = std::max(splits > 1 ? Config::kExchangeBytes : 0, beyond * kRowBytes);
-  const int room = Isa::kSharedBytes - kStaticBytes - kAlignBytes - after;
+  const int room = shared_bytes - kStaticBytes - kAlignBytes - after;
   const int stages = std::min(Config::kMaxStages, room / stage_bytes);
   return {stages, kAlignBytes + stages * stage_bytes + after};
+}
+
+// Of a block, on the current device: MmaIsa's may have more than the least.
+template <typename Isa>
+cudaError_t SharedBytes(int* bytes) {
+  if constexpr (Isa::kHasCopyEngine) {
+    *bytes = Isa::kSharedBytes;
+    return cudaSuccess;
+  } else {
+    return MostSharedBytes(bytes);
+  }
 }
 
 // Whether at least two stages fit for any batch.
@@ -46,7 +58,9 @@ template <typename Isa, int kM, int kPanel, bool kAdapted>
 constexpr bool AlwaysFits() {
   for (int x_rows = 8; x_rows <= 64 * kM; x_rows += 8) {
     for (const int splits : {1, 2}) {
-      if (FitRing<Isa, kM, kPanel, kAdapted>(splits, x_rows).stages < 2) return false;
+      if (FitRing<Isa, kM, kPanel, kAdapted>(splits, x_rows, Isa::kSharedBytes).stages < 2) {
+        return false;
+      }
     }
   }
   return true;
@@ -76,7 +90,10 @@ cudaError_t LaunchProjectPanel(const LinearLaunch<Isa>& launch) {
   using Config = ProjectConfig<Isa, kM, kPanel, kAdapted>;
   LinearArgs args = launch.args;
   static_assert(AlwaysFits<Isa, kM, kPanel, kAdapted>());
-  const RingFit fit = FitRing<Isa, kM, kPanel, kAdapted>(args.plan.splits, args.x_rows);
+  int shared_bytes = 0;
+  DORAD_CUDA_RETURN_IF_ERROR(SharedBytes<Isa>(&shared_bytes));
+  const RingFit fit =
+      FitRing<Isa, kM, kPanel, kAdapted>(args.plan.splits, args.x_rows, shared_bytes);
   args.stages = fit.stages;
   const bool is_short = kAdapted && kM == 1 &&
                         args.plan.chunks / args.plan.splits * Config::kChunkBytes < kShortBytes;

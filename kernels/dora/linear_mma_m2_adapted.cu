@@ -3,6 +3,7 @@
 
 namespace dorad::kernels {
 
-template cudaError_t LaunchProject<MmaIsa<4>, 2, true>(const LinearLaunch<MmaIsa<4>>& launch);
+template cudaError_t LaunchProject<MmaIsa<1, 4, 2>, 2, true>(
+    const LinearLaunch<MmaIsa<1, 4, 2>>& launch);
 
 }  // namespace dorad::kernels

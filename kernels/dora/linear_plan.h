@@ -72,7 +72,7 @@ inline constexpr bool IsMmaPanel(int tiles, int panel_rows) {
     case 1:
       return panel_rows == 32 || panel_rows == 64;
     case 2:
-      return panel_rows == 64 || panel_rows == 128;
+      return panel_rows == 64 || panel_rows == 128 || panel_rows == 192;
     default:
       return panel_rows == 32;
   }
@@ -86,7 +86,7 @@ inline LinearPlan PlanMmaLinear(const DoraLinearShape& shape, int rows, int tile
   plan.chunks = CeilDiv(shape.in, kLinearStageK);
   plan.a_chunks = CeilDiv(plan.chunks, kLinearSlices);
   int best = INT32_MAX;
-  for (const int panel_rows : {128, 64, 32}) {
+  for (const int panel_rows : {192, 128, 64, 32}) {
     if (!IsMmaPanel(tiles, panel_rows)) continue;
     const int panels = CeilDiv(out, panel_rows);
     const int cost = CeilDiv(panels, processors) * (panel_rows + rows);

@@ -14,8 +14,8 @@
 // A cluster is the splits of a panel, whose sums are added, and siblings: adjacent panels, which
 // fetch x together, each a share of the rows for all.
 //
-// Warps: consumers (linear_consume.cuh) | producer of weights (linear_weights.cuh) | producers of
-// the batch (linear_batch.cuh): the first fetches x, the others add up h meanwhile, and all copy h.
+// Warps: consumers (linear_consume.cuh) | producers of weights (linear_weights.cuh) | producers of
+// the batch (linear_batch.cuh): the first fetch x, the others add up h meanwhile, and all copy h.
 // Weights depend on no earlier kernel, so their producer runs ahead as far as the ring allows. Each
 // role has its own code and registers; linear_block.cuh has their common state.
 #pragma once
@@ -48,7 +48,7 @@ __device__ void RunProject(const typename Isa::Matrix* w_map, const typename Isa
   const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
   const bool is_consumer = warp < Config::kConsumerWarps;
   const bool is_weight_producer =
-      warp == Config::kConsumerWarps && threadIdx.x % 32 < Isa::kFetchThreads;
+      Config::FetchesWeights(warp) && threadIdx.x % 32 < Isa::kFetchThreads;
   const bool is_cluster = Isa::kHasClusters && args.siblings << args.plan.log_splits > 1;
   if (warp == Config::kConsumerWarps) {
     weights.InitBarriers(args, shared);
@@ -72,6 +72,7 @@ __device__ void RunProject(const typename Isa::Matrix* w_map, const typename Isa
         BarrierArrive(SharedAddress(&shared.tables_filled));
       }
     }
+    if (Config::kWeightWarps > 1 && is_weight_producer) weights.Start(w_map);
   }
   if (is_cluster) ClusterWait();
   if (is_consumer) {
@@ -79,11 +80,11 @@ __device__ void RunProject(const typename Isa::Matrix* w_map, const typename Isa
     ProjectConsumers<Isa, kM, kPanel, kAdapted>(args, shared, dynamic).Consume();
   } else {
     if constexpr (Config::kMovesRegisters) DecreaseRegisters<Config::kProducerRegisters>();
-    if (warp == Config::kConsumerWarps) {
+    if (Config::FetchesWeights(warp)) {
       weights.Produce(w_map);
     } else {
       ProjectBatch<Isa, kM, kPanel, kAdapted>(args, shared, dynamic)
-          .Produce(x_map, x_tile_map, warp - Config::kConsumerWarps - 1);
+          .Produce(x_map, x_tile_map, warp - Config::kConsumerWarps - Config::kWeightWarps);
     }
   }
   __syncwarp();

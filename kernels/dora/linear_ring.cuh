@@ -14,14 +14,14 @@ struct LinearRingBarriers {
   uint64_t batch_full[kMaxStages];
   uint64_t empty[kMaxStages];
 
-  // One warp: a single thread would initialise them one after the other. One arrival for a stage's
-  // weights, one for its batch; `users` arrivals free it.
-  __device__ void Init(int stages, int users) {
+  // One warp: a single thread would initialise them one after the other. Arrivals for a stage's
+  // weights and for its batch; `users` arrivals free it.
+  __device__ void Init(int stages, int weights, int batch, int users) {
     static_assert(kMaxStages <= 32);
     const int i = static_cast<int>(threadIdx.x % 32);
     if (i < stages) {
-      BarrierInit(SharedAddress(&weights_full[i]), 1);
-      BarrierInit(SharedAddress(&batch_full[i]), 1);
+      BarrierInit(SharedAddress(&weights_full[i]), weights);
+      BarrierInit(SharedAddress(&batch_full[i]), batch);
       BarrierInit(SharedAddress(&empty[i]), users);
     }
   }

@@ -1,7 +1,10 @@
-// The warp of a block that fetches W, A and B: linear_project.cuh.
+// The warps of a block that fetch W, A and B: linear_project.cuh.
 #pragma once
 
 #include <cuda.h>
+
+#include <cstdint>
+#include <type_traits>
 
 #include "kernels/dora/linear_block.cuh"
 #include "kernels/isa/barrier.cuh"
@@ -39,9 +42,10 @@ class ProjectWeights : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
     const int most = kAdapted ? LeadStages() : args_.flight;
     const int first = FirstChunk(args_.plan, split_);
     const int row = (Cluster() * args_.siblings + sibling_) * kPanel;
+    const auto rows = RowsOf<kPanel>(w_map, row);
     ForEachStage(first, FirstChunk(args_.plan, split_ + 1), [&](int chunk, int count) {
       if (started_ == most) return;
-      FetchWeights(w_map, chunk, count, row);
+      FetchWeights(rows, chunk, count);
       ++started_;
     });
   }
@@ -61,10 +65,11 @@ class ProjectWeights : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
         if (lane_ < Isa::kFetchThreads) issued += ProduceShare();
       }
       if (!HasPanel() || lane_ >= Isa::kFetchThreads) return;
+      const auto rows = RowsOf<kPanel>(w_map, row);
       ForEachStage(FirstChunk(args_.plan, split_) + started_ * Config::kStageChunks,
                    FirstChunk(args_.plan, split_ + 1), [&](int chunk, int count) {
                      wait_for_room();
-                     FetchWeights(w_map, chunk, count, row);
+                     FetchWeights(rows, chunk, count);
                    });
       started_ = 0;
       if constexpr (!kAdapted) return;
@@ -74,7 +79,8 @@ class ProjectWeights : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
         // Those that share a stage come with the batch.
         const bool is_mine = at.log_together == 0 && HasPart(row, at.part);
         const int slot = is_mine ? tables_.slot[at.segment] : 0;  // else any
-        const auto b = MatrixOfB<Isa>(args_, slot, at.part);
+        const auto b =
+            BoxesOfB(MatrixOfB<Isa>(args_, slot, at.part), row - args_.part_begin[at.part]);
         ForEachStage(first_chunk, end_chunk, [&](int chunk, int count) {
           wait_for_room();
           if (is_mine) {
@@ -82,9 +88,8 @@ class ProjectWeights : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
             // Rows of other parts are out of bounds: zero.
 #pragma unroll 1
             for (int i = 0; i < count; ++i) {
-              FetchBoxes<kPanel / kLinearBoxRows>(ring_.weights() + i * Config::kChunkBytes, b,
-                                                  (chunk + i) * kLinearStageK,
-                                                  row - args_.part_begin[at.part]);
+              FetchBoxes(ring_.weights() + i * Config::kChunkBytes, b, (chunk + i) * kLinearStageK,
+                         row - args_.part_begin[at.part]);
             }
             Isa::Complete(ring_.weights_full());
           } else {
@@ -97,6 +102,18 @@ class ProjectWeights : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
   }
 
  private:
+  // This warp's share of each box.
+  template <int kBoxRows, typename From>
+  __device__ static typename Isa::Rows RowsOf(const From& from, int row) {
+    int share = 0;
+    if constexpr (Config::kWeightWarps > 1) {
+      share = static_cast<int>(threadIdx.x / 32) - Config::kConsumerWarps;
+    }
+    return Isa::RowsOf(from, row, kBoxRows, share, Config::kWeightWarps);
+  }
+  template <int kBoxRows>
+  static constexpr int kFours = kBoxRows / Config::kWeightWarps / 16;
+
   // The whole warp makes the copy engine read the maps of this block's part of A again.
   __device__ void AcquireShareMaps() const {
 #pragma unroll 1
@@ -113,10 +130,10 @@ class ProjectWeights : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
 #pragma unroll 1
     for (int next = tables_.share[0]; next < end; next += Config::kMaxBoxes) {
       const int boxes = min(Config::kMaxBoxes, end - next);
-      LinearBox box[Config::kMaxBoxes];
+      BoxOfA box[Config::kMaxBoxes];
 #pragma unroll
       for (int i = 0; i < Config::kMaxBoxes; ++i) {
-        if (i < boxes) box[i] = OwnBox(args_, tables_, next + i);
+        if (i < boxes) box[i] = Found(OwnBox(args_, tables_, next + i));
       }
       // Stages of a few boxes are small: as many of them in flight as the ring has.
       ForEachShareStage([&](int chunk, int count) {
@@ -127,9 +144,9 @@ class ProjectWeights : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
           if (i >= boxes) break;
 #pragma unroll 1
           for (int j = 0; j < count; ++j) {
-            Isa::FetchOnce(ring_.weights() + j * Config::kChunkBytes + i * Config::kBoxBytes,
-                           MatrixOfA<Isa>(args_, tables_, box[i]), (chunk + j) * kLinearStageK,
-                           box[i].row, ring_.weights_full());
+            Isa::template FetchOnce<kFours<kLinearBoxRows>>(
+                ring_.weights() + j * Config::kChunkBytes + i * Config::kBoxBytes, Rows(box[i]),
+                (chunk + j) * kLinearStageK, ring_.weights_full());
           }
         }
         Isa::Complete(ring_.weights_full());
@@ -140,24 +157,62 @@ class ProjectWeights : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
     return stages;
   }
 
-  __device__ void FetchWeights(const typename Isa::Matrix* w_map, int chunk, int count, int row) {
+  __device__ void FetchWeights(const typename Isa::Rows& rows, int chunk, int count) {
     Isa::Expect(ring_.weights_full(), count * Config::kChunkBytes);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      Isa::FetchOnce(ring_.weights() + i * Config::kChunkBytes, w_map, (chunk + i) * kLinearStageK,
-                     row, ring_.weights_full());
+      Isa::template FetchOnce<kFours<kPanel>>(ring_.weights() + i * Config::kChunkBytes, rows,
+                                              (chunk + i) * kLinearStageK, ring_.weights_full());
     }
     Isa::Complete(ring_.weights_full());
     ring_.Advance();
   }
 
-  // kBoxes adjacent boxes of B. Unrolled: one thread or warp does this for all.
-  template <int kBoxes, typename From>
+  // What is found once for all stages. Of the copy engine's boxes there is nothing to find.
+  using BoxOfA = std::conditional_t<Isa::kHasCopyEngine, LinearBox, typename Isa::Rows>;
+  __device__ BoxOfA Found(const LinearBox& box) const {
+    if constexpr (Isa::kHasCopyEngine) {
+      return box;
+    } else {
+      return RowsOf<kLinearBoxRows>(MatrixOfA<Isa>(args_, tables_, box), box.row);
+    }
+  }
+  __device__ typename Isa::Rows Rows(const BoxOfA& box) const {
+    if constexpr (Isa::kHasCopyEngine) {
+      return RowsOf<kLinearBoxRows>(MatrixOfA<Isa>(args_, tables_, box), box.row);
+    } else {
+      return box;
+    }
+  }
+  struct Boxes {
+    typename Isa::Rows box[kPanel / kLinearBoxRows];
+  };
+  template <typename From>
+  __device__ static auto BoxesOfB(const From& b, int row) {
+    if constexpr (Isa::kHasCopyEngine) {
+      return b;
+    } else {
+      Boxes boxes;
+#pragma unroll
+      for (int i = 0; i < kPanel / kLinearBoxRows; ++i) {
+        boxes.box[i] = RowsOf<kLinearBoxRows>(b, row + i * kLinearBoxRows);
+      }
+      return boxes;
+    }
+  }
+  // A panel's rows of B, from `row` on. Unrolled: one thread or warp does this for all.
+  template <typename From>
   __device__ void FetchBoxes(uint32_t to, const From& b, int column, int row) const {
 #pragma unroll
-    for (int i = 0; i < kBoxes; ++i) {
-      Isa::FetchOnce(to + i * Config::kBoxBytes, b, column, row + i * kLinearBoxRows,
-                     ring_.weights_full());
+    for (int i = 0; i < kPanel / kLinearBoxRows; ++i) {
+      typename Isa::Rows rows;
+      if constexpr (Isa::kHasCopyEngine) {
+        rows = RowsOf<kLinearBoxRows>(b, row + i * kLinearBoxRows);
+      } else {
+        rows = b.box[i];
+      }
+      Isa::template FetchOnce<kFours<kLinearBoxRows>>(to + i * Config::kBoxBytes, rows, column,
+                                                      ring_.weights_full());
     }
   }
 

@@ -134,9 +134,10 @@ class Layer : public RandomLayer {
     // As DoraLinear does it.
     args.siblings = 1;
     args.plan = PlanMmaLinear(case_.shape, args.p.rows, kM, case_.cut.teams * kLinearSlices + 2);
-    args.x_rows = RoundUp(args.p.rows, args.p.rows > 64 && args.p.max_rank > 0 ? 64 : 16);
+    using Isa = std::conditional_t<kM == 1, MmaIsa<4>, MmaIsa<1, 4, 2>>;
+    args.x_rows = RoundUp(args.p.rows, 16 * Isa::kRowBlocks);
     if (args.p.rows <= 32) return RunWidths<MmaIsa<2>, 1>(args);
-    RunWidths<MmaIsa<4>, kM>(args);
+    RunWidths<Isa, kM>(args);
   }
 
   template <typename Isa, int kM>
@@ -302,16 +303,19 @@ TEST_P(EmulatedLinearIsaTest, ServesManyAdapters) {
     c.ranks.push_back({slot % 7 * 9, slot % 3 * 40, 5 + slot % 2 * 11});
   }
   Layer layer(c, GetParam(), &emulator.random());
-  std::vector<RowSegment> segments;
-  for (int row = 0; row < 43; ++row)
-    segments.push_back({row % 41 == 40 ? -1 : row % 41, row, row + 1});
-  std::vector<float> y;
-  ASSERT_NO_THROW(y = layer.Run(segments, /*y_fp32=*/true));
-  for (const RowSegment& segment : segments) {
-    const std::vector<double> expected = layer.Reference(segment.begin, segment.slot);
-    for (int n = 0; n < layer.out(); ++n) {
-      ASSERT_NEAR(y[size_t{1} * segment.begin * layer.out() + n], expected[n], 2e-2)
-          << "row " << segment.begin;
+  for (const int rows : {43, 140}) {
+    std::vector<RowSegment> segments;
+    for (int row = 0; row < rows; ++row) {
+      segments.push_back({row % 41 == 40 ? -1 : row % 41, row, row + 1});
+    }
+    std::vector<float> y;
+    ASSERT_NO_THROW(y = layer.Run(segments, /*y_fp32=*/true));
+    for (const RowSegment& segment : segments) {
+      const std::vector<double> expected = layer.Reference(segment.begin, segment.slot);
+      for (int n = 0; n < layer.out(); ++n) {
+        ASSERT_NEAR(y[size_t{1} * segment.begin * layer.out() + n], expected[n], 2e-2)
+            << "row " << segment.begin;
+      }
     }
   }
 }

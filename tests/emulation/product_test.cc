@@ -28,7 +28,8 @@ class Product {
   // D after two products, of which each element is written once.
   template <typename Isa>
   std::vector<float> Run() {
-    std::vector<float> d(16 * Isa::kRowWarps * kN, NAN);
+    constexpr int kWarpRows = 16 * Isa::kRowBlocks;
+    std::vector<float> d(Isa::kRowWarps * kWarpRows * kN, NAN);
     const PlainMatrix a = {a_.data(), 64, kK, kK, 64};
     const PlainMatrix b = {b_.data(), kN, kK, kK, kN};
     Grid grid(
@@ -41,22 +42,25 @@ class Product {
           if (threadIdx.x == 0) BarrierInit(barrier, 1);
           __syncthreads();
           if (warp == 0) {
-            MmaIsa<4>::Fetch(0, a, 0, 0, barrier);
-            MmaIsa<4>::Fetch(b_tile, b, 0, 0, barrier);
+            MmaIsa<4>::Fetch(0, MmaIsa<4>::RowsOf(a, 0, 64), 0, barrier);
+            MmaIsa<4>::Fetch(b_tile, MmaIsa<4>::RowsOf(b, 0, kN), 0, barrier);
             MmaIsa<4>::Complete(barrier);
           }
           BarrierWait(barrier, 0);
-          constexpr int kColumns = kN * Isa::kRowWarps / 4;
-          float sums[kColumns / 2] = {};
+          if (warp >= Isa::kGroupWarps) return;
+          constexpr int kColumns = kN * Isa::kRowWarps / Isa::kGroupWarps;
+          float sums[Isa::kRowBlocks * kColumns / 2] = {};
           for (int i = 0; i < 2; ++i) {
             Isa::Begin(true);
             Isa::template Multiply<kN>(sums, Isa::Tile(0), Isa::Tile(b_tile));
             Isa::End();
           }
-          for (int i = 0; i < kColumns / 8; ++i) {
+          for (int i = 0; i < Isa::kRowBlocks * kColumns / 8; ++i) {
             for (int j = 0; j < 4; ++j) {
-              const int row = warp % Isa::kRowWarps * 16 + lane / 4 + j / 2 * 8;
-              const int column = warp / Isa::kRowWarps * kColumns + 8 * i + lane % 4 * 2 + j % 2;
+              const int block = i / (kColumns / 8);
+              const int row = warp % Isa::kRowWarps * kWarpRows + 16 * block + lane / 4 + j / 2 * 8;
+              const int column = warp / Isa::kRowWarps * kColumns + 8 * (i % (kColumns / 8)) +
+                                 lane % 4 * 2 + j % 2;
               float& to = d[row * kN + column];
               if (!std::isnan(to)) emulation::Fail("two lanes have one element");
               to = sums[4 * i + j];
@@ -84,15 +88,17 @@ void ExpectLayout() {
   SCOPED_TRACE(testing::Message() << kN << " columns");
   Emulator emulator(5);
   Product<kN> product(&emulator.random());
-  std::vector<float> wgmma, mma, narrow;
+  std::vector<float> wgmma, mma, narrow, blocks;
   ASSERT_NO_THROW(wgmma = product.template Run<Sm90Isa>());
   ASSERT_NO_THROW(mma = product.template Run<MmaIsa<4>>());
   ASSERT_NO_THROW(narrow = product.template Run<MmaIsa<2>>());
+  ASSERT_NO_THROW(blocks = (product.template Run<MmaIsa<1, 4, 2>>()));
   for (int row = 0; row < 64; ++row) {
     for (int column = 0; column < kN; ++column) {
       const size_t i = row * kN + column;
       ASSERT_NEAR(wgmma[i], product.Reference(row, column), 1e-4) << row << ", " << column;
       ASSERT_EQ(mma[i], wgmma[i]) << row << ", " << column;
+      ASSERT_EQ(blocks[i], wgmma[i]) << row << ", " << column;
       if (i >= narrow.size()) continue;
       ASSERT_EQ(narrow[i], wgmma[i]) << row << ", " << column;
     }

@@ -21,21 +21,33 @@ struct Sm90Isa {
   static constexpr bool kHasClusters = true;
   static constexpr bool kMovesRegisters = true;
   static constexpr int kFetchThreads = 1;  // of a warp that fetches
-  static constexpr int kRowWarps = 4;  // of a group of four warps: 16 rows of a product for each
+  static constexpr int kFetchWarps = 1;    // that share what is much
+  // Those of a group that divide a product's rows, and blocks of 16 rows for each.
+  static constexpr int kGroupWarps = 4;
+  static constexpr int kRowWarps = 4;
+  static constexpr int kRowBlocks = 1;
 
   // A stage: Expect, then the boxes, then Complete; Skip: a stage without any. The fetching
   // threads.
   __device__ static void Expect(uint32_t barrier, uint32_t bytes) {
     BarrierArriveExpect(barrier, bytes);
   }
-  __device__ static void Fetch(uint32_t to, const Matrix* from, int column, int row,
-                               uint32_t barrier) {
-    CopyTensorBox(to, from, column, row, barrier);
+  // Boxes at some rows of a matrix.
+  struct Rows {
+    const Matrix* from;
+    int32_t row;
+  };
+  __device__ static Rows RowsOf(const Matrix* from, int row, int /*box_rows*/, int /*share*/ = 0,
+                                int /*shares*/ = 1) {
+    return {from, row};
+  }
+  __device__ static void Fetch(uint32_t to, const Rows& rows, int column, uint32_t barrier) {
+    CopyTensorBox(to, rows.from, column, rows.row, barrier);
   }
   // For data that is read once.
-  __device__ static void FetchOnce(uint32_t to, const Matrix* from, int column, int row,
-                                   uint32_t barrier) {
-    CopyTensorBoxOnce(to, from, column, row, barrier);
+  template <int kFours>
+  __device__ static void FetchOnce(uint32_t to, const Rows& rows, int column, uint32_t barrier) {
+    CopyTensorBoxOnce(to, rows.from, column, rows.row, barrier);
   }
   __device__ static void Complete(uint32_t) {}
   __device__ static void Skip(uint32_t barrier) { BarrierArrive(barrier); }
