@@ -65,10 +65,11 @@ cudaError_t DoraLinearPrefill(const DoraLinearPrefillParams& params, cudaStream_
   problem.counters = static_cast<PrefillCounters*>(params.workspace);
   auto* h = static_cast<uint8_t*>(params.workspace) + kDoraLinearSignalBytes;
   problem.h = reinterpret_cast<__nv_bfloat16*>(h);
-  if (!is_sm90) return LaunchPrefillMma(problem, processors, stream);
   auto* shares = reinterpret_cast<float*>(h + HBytes(shape, params.rows, params.max_rank));
   const bool may_slice = params.max_rank > 0 && params.rows <= kPrefillMostSlicedRows;
-  return LaunchPrefillSm90(problem, processors, may_slice ? shares : nullptr, stream);
+  if (!may_slice) shares = nullptr;
+  return is_sm90 ? LaunchPrefillSm90(problem, processors, shares, stream)
+                 : LaunchPrefillMma(problem, processors, shares, stream);
 }
 
 }  // namespace dorad::kernels

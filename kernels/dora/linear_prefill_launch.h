@@ -18,6 +18,7 @@ inline constexpr size_t kPrefillSharesBytes = size_t{24} * 1024 * 1024;
 cudaError_t LaunchPrefillSm90(const PrefillProblem& problem, int processors, float* shares,
                               cudaStream_t stream);
 
-cudaError_t LaunchPrefillMma(const PrefillProblem& problem, int processors, cudaStream_t stream);
+cudaError_t LaunchPrefillMma(const PrefillProblem& problem, int processors, float* shares,
+                             cudaStream_t stream);
 
 }  // namespace dorad::kernels

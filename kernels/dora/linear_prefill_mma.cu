@@ -17,6 +17,11 @@ constexpr int kAlignBytes = 128;
 // blocks read at the same time.
 constexpr int kGroupRows = 2048;
 
+static_assert(kPrefillSharesBytes ==
+              size_t{kPrefillMmaSlicedPanels} * kLinearSlices * kPrefillMmaShareBytes);
+static_assert(sizeof(PrefillCounters) + kPrefillMmaSlicedPanels * sizeof(uint32_t) <=
+              kDoraLinearSignalBytes);
+
 // What the current device takes of a kernel.
 struct Room {
   int blocks;  // at once
@@ -60,8 +65,11 @@ cudaError_t Launch(PrefillMmaArgs args, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t LaunchPrefillMma(const PrefillProblem& problem, int processors, cudaStream_t stream) {
+cudaError_t LaunchPrefillMma(const PrefillProblem& problem, int processors, float* shares,
+                             cudaStream_t stream) {
   PrefillMmaArgs args = {problem};
+  args.shares = shares;
+  args.summed = reinterpret_cast<uint32_t*>(problem.counters + 1);
   args.tile_bands = CeilDiv(problem.p.rows, kPrefillTileRows);
   args.group = std::min(args.tile_bands, kGroupRows / kPrefillTileRows);
   // Estimated time. Narrow tiles read more shared memory for each product.

@@ -7,7 +7,8 @@
 // another one when all have read it, so that no warp waits for the slowest one at once.
 //
 // First all blocks shrink: panels of rows of A over all of K, summed in pieces as DoraLinear's,
-// into h. A tile needs h after its part of W, when it has long been there.
+// into h. Few panels are divided into these pieces: who is the last to have one adds them up. A
+// tile needs h after its part of W, when it has long been there.
 #pragma once
 
 #include <cstdint>
@@ -33,6 +34,7 @@ class PrefillMmaBlock {
     uint64_t empty[kPrefillMmaMostStages];
     PrefillMmaFetch fetch[kPrefillMmaWarps];
     int32_t most_rank[kPrefillMmaWarps];
+    bool is_last;  // of the blocks with slices of a panel
   };
 
   // dynamic: shared memory, args.stages stages, 128-byte aligned.
@@ -40,7 +42,8 @@ class PrefillMmaBlock {
       : args_(args),
         shared_(shared),
         ring_{dynamic, SharedAddress(shared.full), SharedAddress(shared.empty), args.stages,
-              kStageBytes} {}
+              kStageBytes},
+        fill_(ring_) {}
 
   // All threads.
   __device__ void Run() {
@@ -118,20 +121,24 @@ class PrefillMmaBlock {
     return most;
   }
 
-  // Before the first of its products.
+  // Before the first of its products. A stage is filled again when all have read it: with many
+  // stages one is left free, so that no warp waits for the slowest one at once.
   template <typename Fetcher>
   __device__ void FillRing(Fetcher& fetcher) const {
+    const int ahead = ring_.stages - (ring_.stages > 3 ? 2 : 1);
 #pragma unroll 1
-    for (int i = 0; i + 1 < ring_.stages && fetcher.HasMore(); ++i) {
-      const int stage = ring_.stage + i;
-      fetcher.Next(ring_, stage < ring_.stages ? stage : stage - ring_.stages);
+    for (int i = 0; i < ahead && fetcher.HasMore(); ++i) {
+      fetcher.Begin();
+#pragma unroll
+      for (int copy = 0; copy < Fetcher::kCopies; ++copy) fetcher.Copy(copy);
+      fetcher.End();
     }
   }
 
   // h of the block's panels. On return nothing is on its way.
   __device__ void Shrink(PrefillMmaShrink& shrink) {
     constexpr int kColumns = kPrefillMmaShrinkRows / 4;
-    PrefillMmaShrinkFetcher fetcher(args_, shared_.fetch[threadIdx.x / 32], MostRank());
+    PrefillMmaShrinkFetcher fetcher(args_, shared_.fetch[threadIdx.x / 32], fill_, MostRank());
     FillRing(fetcher);
     PrefillMmaPanel panel;
     while (shrink.Next(panel)) {
@@ -140,9 +147,9 @@ class PrefillMmaBlock {
           panel.column + FirstColumn<kColumns>() < RankOf(args_, panel.segment, panel.part);
       Sums<kColumns> sum = {};
 #pragma unroll 1
-      for (int chunk = 0; chunk < args_.plan.chunks; chunk += args_.plan.a_chunks) {
+      for (int chunk = panel.chunk; chunk < panel.chunk_end; chunk += args_.plan.a_chunks) {
         Sums<kColumns> d = {};
-        Multiply<kColumns>(d, min(args_.plan.a_chunks, args_.plan.chunks - chunk), active, fetcher);
+        Multiply<kColumns>(d, min(args_.plan.a_chunks, panel.chunk_end - chunk), active, fetcher);
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
 #pragma unroll
@@ -152,13 +159,59 @@ class PrefillMmaBlock {
           }
         }
       }
+      if (shrink.slices() > 1 && !Meet(sum, panel, shrink.slices(), active)) continue;
       if (active) StoreShrunk(sum, panel);
     }
   }
 
+  // Stores the sums over a slice of K. Whether this block is the last one with a slice of the
+  // panel: then they become those over all of K, in the order of slices. All threads.
+  __device__ bool Meet(Sums<kPrefillMmaShrinkRows / 4>& sum, const PrefillMmaPanel& panel,
+                       int slices, bool active) {
+    constexpr int kBlocks = kPrefillMmaShrinkRows / 4 / 8;
+    constexpr int kSlice = kPrefillMmaShareBytes / sizeof(float4);
+    auto* shares = reinterpret_cast<float4*>(args_.shares) +
+                   static_cast<int64_t>(panel.number) * slices * kSlice + threadIdx.x;
+    if (active) {
+#pragma unroll
+      for (int i = 0; i < 4 * kBlocks; ++i) {
+        const float(&from)[4] = sum[i / kBlocks][i % kBlocks];
+        __stcg(shares + panel.slice * kSlice + i * kPrefillMmaThreads,
+               make_float4(from[0], from[1], from[2], from[3]));
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      uint32_t* summed = args_.summed + panel.number;
+      shared_.is_last = SignalAcquireRelease(summed) + 1 == static_cast<uint32_t>(slices);
+      if (shared_.is_last) *summed = 0;
+    }
+    __syncthreads();
+    if (!shared_.is_last) return false;
+    if (!active) return true;
+#pragma unroll
+    for (int i = 0; i < 4 * kBlocks; ++i) {
+      float(&to)[4] = sum[i / kBlocks][i % kBlocks];
+      to[0] = to[1] = to[2] = to[3] = 0.0f;
+    }
+#pragma unroll 1
+    for (int slice = 0; slice < slices; ++slice) {
+#pragma unroll
+      for (int i = 0; i < 4 * kBlocks; ++i) {
+        const float4 from = __ldcg(shares + slice * kSlice + i * kPrefillMmaThreads);
+        float(&to)[4] = sum[i / kBlocks][i % kBlocks];
+        to[0] += from.x;
+        to[1] += from.y;
+        to[2] += from.z;
+        to[3] += from.w;
+      }
+    }
+    return true;
+  }
+
   __device__ void MultiplyTiles(int first_tile) {
     constexpr int kColumns = kN / 4;
-    PrefillMmaTileFetcher<kN> fetcher(args_, shared_.fetch[threadIdx.x / 32], first_tile);
+    PrefillMmaTileFetcher<kN> fetcher(args_, shared_.fetch[threadIdx.x / 32], fill_, first_tile);
     FillRing(fetcher);
     const int tiles = args_.tile_bands * args_.tile_panels;
 #pragma unroll 1
@@ -192,49 +245,63 @@ class PrefillMmaBlock {
 
   // The warp's products of the next `stages`, if it is active, while the fetcher runs ahead. What a
   // step multiplies is loaded while the one before it is multiplied: columns in place of those that
-  // are done.
+  // are done. Copies come between products, a few at a time.
   template <int kColumns, typename Fetcher>
   __device__ void Multiply(Sums<kColumns>& d, int stages, bool active, Fetcher& fetcher) {
+    if (!active) {
+#pragma unroll 1
+      for (; stages > 0; --stages) {
+        if (fetcher.HasMore()) {
+          fetcher.Begin();
+#pragma unroll
+          for (int copy = 0; copy < Fetcher::kCopies; ++copy) fetcher.Copy(copy);
+          fetcher.End();
+        }
+        ring_.WaitFull();
+        ring_.Release();
+        ring_.Advance();
+      }
+      return;
+    }
     Rows even, odd;
     Columns<kColumns> columns;
-    if (active) {
-      ring_.WaitFull();
-      LoadRows(even, 0);
+    ring_.WaitFull();
+    LoadRows(even, 0);
 #pragma unroll
-      for (int n = 0; n < kColumns / 16; ++n) LoadColumns<kColumns>(columns, n, 0);
-    }
+    for (int n = 0; n < kColumns / 16; ++n) LoadColumns<kColumns>(columns, n, 0);
 #pragma unroll 1
     for (; stages > 0; --stages) {
-      if (active) {
-        MultiplyStep<kColumns>(d, even, odd, columns, 1);
-      } else {
-        ring_.WaitFull();
-      }
-      if (fetcher.HasMore()) {
-        ring_.WaitBefore();
-        fetcher.Next(ring_, ring_.Before());
-      }
-      if (active) {
-        MultiplyStep<kColumns>(d, odd, even, columns, 2);
-        MultiplyStep<kColumns>(d, even, odd, columns, 3);
-      }
+      const bool fetches = fetcher.HasMore();
+      if (fetches) fetcher.Begin();
+      const auto copy = [&](int part, int of) {
+#pragma unroll
+        for (int i = 0; i < Fetcher::kCopies; ++i) {
+          if (fetches && i * of / Fetcher::kCopies == part) fetcher.Copy(i);
+        }
+      };
+      constexpr int kParts = kColumns / 16;
+      MultiplyStep<kColumns>(d, even, odd, columns, 1, [&](int n) { copy(n, 3 * kParts); });
+      MultiplyStep<kColumns>(d, odd, even, columns, 2,
+                             [&](int n) { copy(kParts + n, 3 * kParts); });
+      MultiplyStep<kColumns>(d, even, odd, columns, 3,
+                             [&](int n) { copy(2 * kParts + n, 3 * kParts); });
+      if (fetches) fetcher.End();
       ring_.Release();
       ring_.Advance();
-      if (active) {
-        if (stages > 1) {
-          ring_.WaitFull();
-          MultiplyStep<kColumns>(d, odd, even, columns, 0);
-        } else {
-          MultiplyStep<kColumns>(d, odd, even, columns, kNone);
-        }
+      if (stages > 1) {
+        ring_.WaitFull();
+        MultiplyStep<kColumns>(d, odd, even, columns, 0, [](int) {});
+      } else {
+        MultiplyStep<kColumns>(d, odd, even, columns, kNone, [](int) {});
       }
     }
   }
 
-  // D += rows · columns; then the operands are those of `next`, if any.
-  template <int kColumns>
+  // D += rows · columns; then the operands are those of `next`, if any. between(n): after the
+  // products of 16 columns.
+  template <int kColumns, typename F>
   __device__ void MultiplyStep(Sums<kColumns>& d, const Rows& rows, Rows& next_rows,
-                               Columns<kColumns>& columns, int next) const {
+                               Columns<kColumns>& columns, int next, F between) const {
     if (next != kNone) LoadRows(next_rows, next);
 #pragma unroll
     for (int n = 0; n < kColumns / 16; ++n) {
@@ -244,6 +311,7 @@ class PrefillMmaBlock {
         Mma(d[m][2 * n + 1], rows[m], columns[n][2], columns[n][3]);
       }
       if (next != kNone) LoadColumns<kColumns>(columns, n, next);
+      between(n);
     }
   }
 
@@ -378,6 +446,7 @@ class PrefillMmaBlock {
   const PrefillMmaArgs& args_;
   Shared& shared_;
   PrefillMmaRing ring_;  // of the next stage to multiply
+  PrefillMmaRing fill_;  // to fetch
 };
 
 template <int kN>

@@ -21,11 +21,17 @@ inline constexpr int kPrefillMmaRowBytes = 2 * kLinearStageK;
 // Of a stage: the batch, then weights.
 inline constexpr int kPrefillMmaBatchBytes = kPrefillTileRows * kPrefillMmaRowBytes;
 
+// Of the shrink in slices of K: the most panels, and bytes of a panel's sums over a slice.
+inline constexpr int kPrefillMmaSlicedPanels = 48;
+inline constexpr int kPrefillMmaShareBytes = kPrefillTileRows * kPrefillMmaShrinkRows * 4;
+
 struct PrefillMmaArgs : PrefillProblem {
-  int32_t stages;  // of the ring
+  int32_t stages;    // of the ring
+  float* shares;     // kPrefillMmaShareBytes for each panel and slice; nullptr: no slices
+  uint32_t* summed;  // for each panel: slices whose sums are there; zero between launches
 };
 
-// The position of the next products in the ring of stages.
+// A position in the ring of stages: of the next products, or of the next fetch.
 struct PrefillMmaRing {
   uint32_t data;   // of the first stage
   uint32_t full;   // barriers of the stages: all warps have fetched their part
@@ -36,12 +42,9 @@ struct PrefillMmaRing {
   uint32_t parity = 0;
 
   __device__ uint32_t Stage() const { return data + stage * stage_bytes; }
-  __device__ void WaitFull() const { BarrierWait(full + 8 * stage, parity); }
-  // The stage before this one is the next to be filled.
-  __device__ int Before() const { return (stage == 0 ? stages : stage) - 1; }
-  __device__ void WaitBefore() const {
-    BarrierWait(empty + 8 * Before(), stage == 0 ? parity ^ 1 : parity);
-  }
+  __device__ uint32_t Full() const { return full + 8 * stage; }
+  __device__ void WaitFull() const { BarrierWait(Full(), parity); }
+  __device__ void WaitEmpty() const { BarrierWait(empty + 8 * stage, parity ^ 1); }
   // Whole warp.
   __device__ void Release() const {
     __syncwarp();
@@ -92,34 +95,47 @@ __device__ inline int SegmentOf(const PrefillProblem& args, int row) {
                      [&](int segment) { return __ldg(&args.p.segments[segment].begin); });
 }
 
-// A panel of the shrink: rows of A for some rows of a segment, over all of K.
+// A panel of the shrink: rows of A for some rows of a segment, over all of K or a slice of it.
 struct PrefillMmaPanel {
   int row;  // of the batch
   int end;  // of the segment's rows
   int segment;
   int part;
   int column;  // the first one of h
+  int number;  // of the panel
+  int slice;
+  int chunk;  // of K, the first one
+  int chunk_end;
 };
 
-// The panels of a block.
+// The panels of a block, or slices of them where there are few.
 class PrefillMmaShrink {
  public:
-  // most_rank: of the batch. next: the first of the block's that may come next, of all panels.
-  __device__ PrefillMmaShrink(const PrefillProblem& args, int most_rank, int next)
+  // most_rank: of the batch. next: the first of the block's that may come next, of all.
+  __device__ PrefillMmaShrink(const PrefillMmaArgs& args, int most_rank, int next)
       : args_(args),
         slots_(ShrinkSlots(args)),
         panels_(CeilDiv(most_rank, kPrefillMmaShrinkRows) * args.p.shape.parts * slots_),
+        slices_(args.shares == nullptr || panels_ > kPrefillMmaSlicedPanels
+                    ? 1
+                    : CeilDiv(args.plan.chunks, args.plan.a_chunks)),
         next_(next) {}
 
   __device__ int next() const { return next_; }
+  __device__ int slices() const { return slices_; }
 
   // The block's next one, if there is one.
   __device__ bool Next(PrefillMmaPanel& panel) {
 #pragma unroll 1
-    while (next_ < panels_) {
-      const int slot = next_ % slots_;
-      const int of = next_ / slots_;  // the first columns of all come first
+    while (next_ < panels_ * slices_) {
+      panel.slice = next_ % slices_;
+      panel.number = next_ / slices_;
+      const int slot = panel.number % slots_;
+      const int of = panel.number / slots_;  // the first columns of all come first
       next_ += static_cast<int>(gridDim.x);
+      panel.chunk = panel.slice * args_.plan.a_chunks;
+      panel.chunk_end = slices_ == 1 ? args_.plan.chunks
+                                     : min(panel.chunk + args_.plan.a_chunks, args_.plan.chunks);
       panel.part = of % args_.p.shape.parts;
       panel.column = of / args_.p.shape.parts * kPrefillMmaShrinkRows;
       panel.segment =
@@ -136,12 +152,13 @@ class PrefillMmaShrink {
   }
 
   // The block's first tile of y, after the last panel: tiles are dealt on where the panels end.
-  __device__ int FirstTile() const { return next_ - panels_; }
+  __device__ int FirstTile() const { return next_ - panels_ * slices_; }
 
  private:
-  const PrefillProblem& args_;
+  const PrefillMmaArgs& args_;
   const int slots_;
   const int panels_;
+  const int slices_;
   int next_;
 };
 
@@ -181,7 +198,7 @@ __device__ inline bool NextPiece(const PrefillProblem& args, int row, int w_row,
   }
 }
 
-// Rows of [0, count), of which a warp's stages have some from `first` on; others are zero.
+// Rows of [0, count), of which stages have some from `first` on; others are zero.
 struct PrefillMmaRows {
   const __nv_bfloat16* from;  // row `first`
   int32_t ld;
@@ -194,7 +211,7 @@ struct PrefillMmaFetch {
   PrefillMmaRows batch;
   PrefillMmaRows weights;
   int32_t columns;  // of both: a multiple of 8
-  int32_t end;      // elements of K in all stages; 0: no more
+  int32_t stages;   // of both; 0: no more
   // Of the shrink: the next panel. Of the tiles: this one, and its piece.
   int32_t next;
   int32_t row;
@@ -204,93 +221,131 @@ struct PrefillMmaFetch {
 };
 
 // Fetches stages: a warp has four rows of each 32, eight lanes a row, whose pieces of 16 bytes lie
-// in the swizzle. Whole warps.
+// in the swizzle. Whole warps. A stage is Begin, all copies, End.
 class PrefillMmaFetcher {
  public:
-  __device__ PrefillMmaFetcher(const PrefillMmaArgs& args, PrefillMmaFetch& fetch)
-      : args_(args), fetch_(fetch) {}
+  __device__ PrefillMmaFetcher(const PrefillMmaArgs& args, PrefillMmaFetch& fetch,
+                               PrefillMmaRing& ring)
+      : args_(args), fetch_(fetch), ring_(ring) {}
 
-  __device__ bool HasMore() const { return fetch_.end > 0; }
+  __device__ bool HasMore() const { return stages_ > 0; }
+
+  // There are more; waits until the next stage is free.
+  __device__ void Begin() const { ring_.WaitEmpty(); }
 
  protected:
-  // f sets what is fetched next.
-  template <typename F>
+  static constexpr int kRowStep = kPrefillMmaThreads / 8;
+  static constexpr int kBatchCopies = kPrefillTileRows / kRowStep;
+
+  // One of this thread's copies of a stage.
+  __device__ void Copy(int i) const {
+    const bool is_batch = i < kBatchCopies;
+    const __nv_bfloat16* from =
+        is_batch ? batch_ + static_cast<int64_t>(i) * batch_step_
+                 : weights_ + static_cast<int64_t>(i - kBatchCopies) * weights_step_;
+    const uint32_t to = ring_.Stage() + offset_ + i * kRowStep * kPrefillMmaRowBytes;
+    CopyAsync16(to, from, (valid_ >> i & 1) != 0);
+  }
+
+  // Whether what is set ends with this stage.
+  __device__ bool End() {
+    MmaIsa<4>::Complete(ring_.Full());
+    ring_.Advance();
+    batch_ += kLinearStageK;
+    weights_ += kLinearStageK;
+    columns_ -= kLinearStageK;
+    if (columns_ <= 0) valid_ = 0;
+    return --stages_ == 0;
+  }
+
+  // f sets what is fetched next, from stages with that many weights.
+  template <int kWeightRows, typename F>
   __device__ void Set(F f) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) f();
     __syncwarp();
-    k_ = 0;
-  }
-
-  // The next stage, which there is, into a free one. Whether what is set ends with it.
-  template <int kWeightRows>
-  __device__ bool Fetch(const PrefillMmaRing& ring, int stage) {
+    stages_ = fetch_.stages;
+    if (stages_ == 0) return;
     const int row = static_cast<int>(threadIdx.x / 8);
-    const uint32_t to = ring.data + stage * ring.stage_bytes + row * kPrefillMmaRowBytes +
-                        ((threadIdx.x ^ row) % 8 << 4);
-    Copy<kPrefillTileRows>(to, fetch_.batch, row);
-    Copy<kWeightRows>(to + kPrefillMmaBatchBytes, fetch_.weights, row);
-    MmaIsa<4>::Complete(ring.full + 8 * stage);
-    k_ += kLinearStageK;
-    return k_ == fetch_.end;
+    const int k = static_cast<int>(threadIdx.x % 8) * 8;
+    columns_ = fetch_.columns - k;
+    valid_ = 0;
+    if (columns_ > 0) {
+      valid_ = Valid<kPrefillTileRows>(fetch_.batch, row) | Valid<kWeightRows>(fetch_.weights, row)
+                                                                << kBatchCopies;
+    }
+    batch_ = fetch_.batch.from + static_cast<int64_t>(row) * fetch_.batch.ld + k;
+    weights_ = fetch_.weights.from + static_cast<int64_t>(row) * fetch_.weights.ld + k;
+    batch_step_ = kRowStep * fetch_.batch.ld;
+    weights_step_ = kRowStep * fetch_.weights.ld;
   }
 
   const PrefillMmaArgs& args_;
   PrefillMmaFetch& fetch_;
 
  private:
-  // This thread's: every 32nd row from `row` on.
+  // A bit for each of this thread's rows, of which `row` is the first.
   template <int kRows>
-  __device__ void Copy(uint32_t to, const PrefillMmaRows& rows, int row) const {
-    constexpr int kStep = kPrefillMmaThreads / 8;
-    const int k = k_ + static_cast<int>(threadIdx.x % 8) * 8;
-    const uint32_t count = k < fetch_.columns ? rows.count : 0;
-    const __nv_bfloat16* from = rows.from + static_cast<int64_t>(row) * rows.ld + k;
-    const int64_t step = int64_t{kStep} * rows.ld;
-    row += rows.first;
+  __device__ static uint32_t Valid(const PrefillMmaRows& rows, int row) {
+    uint32_t valid = 0;
 #pragma unroll
-    for (int r = 0; r < kRows; r += kStep) {
-      const bool valid = static_cast<uint32_t>(row + r) < count;
-      CopyAsync16(to + r * kPrefillMmaRowBytes, valid ? from : args_.p.w, valid);
-      from += step;
+    for (int i = 0; i < kRows / kRowStep; ++i) {
+      const auto at = static_cast<uint32_t>(rows.first + row + i * kRowStep);
+      if (at < static_cast<uint32_t>(rows.count)) valid |= 1u << i;
     }
+    return valid;
   }
 
-  int k_ = 0;  // elements of K that are fetched
+  PrefillMmaRing& ring_;
+  const uint32_t offset_ =
+      threadIdx.x / 8 * kPrefillMmaRowBytes + ((threadIdx.x ^ threadIdx.x / 8) % 8 << 4);
+  // Of the next stage.
+  int stages_ = 0;                          // with it, that are left of what is set
+  int columns_ = 0;                         // from this thread's on
+  uint32_t valid_ = 0;                      // its copies that are not of zeros
+  const __nv_bfloat16* batch_ = nullptr;    // its first one
+  const __nv_bfloat16* weights_ = nullptr;  // the same
+  int batch_step_ = 0;                      // elements between two
+  int weights_step_ = 0;
 };
 
 // (x, A), panel after panel.
 class PrefillMmaShrinkFetcher : public PrefillMmaFetcher {
  public:
+  static constexpr int kCopies = kBatchCopies + kPrefillMmaShrinkRows / kRowStep;
+
   __device__ PrefillMmaShrinkFetcher(const PrefillMmaArgs& args, PrefillMmaFetch& fetch,
-                                     int most_rank)
-      : PrefillMmaFetcher(args, fetch), most_rank_(most_rank) {
-    Set([&] {
+                                     PrefillMmaRing& ring, int most_rank)
+      : PrefillMmaFetcher(args, fetch, ring), most_rank_(most_rank) {
+    Set<kPrefillMmaShrinkRows>([&] {
       fetch_.next = static_cast<int>(blockIdx.x);
-      Begin();
+      BeginPanel();
     });
   }
 
-  // The next stage, of which there are more, into a free one.
-  __device__ void Next(const PrefillMmaRing& ring, int stage) {
-    if (Fetch<kPrefillMmaShrinkRows>(ring, stage)) Set([&] { Begin(); });
+  using PrefillMmaFetcher::Copy;
+  __device__ void End() {
+    if (PrefillMmaFetcher::End()) Set<kPrefillMmaShrinkRows>([&] { BeginPanel(); });
   }
 
  private:
-  __device__ void Begin() {
+  __device__ void BeginPanel() {
     PrefillMmaPanel panel;
     PrefillMmaShrink shrink(args_, most_rank_, fetch_.next);
     const bool has_panel = shrink.Next(panel);
     fetch_.next = shrink.next();
-    fetch_.end = 0;
+    fetch_.stages = 0;
     if (!has_panel) return;
     const int slot = __ldg(&args_.p.segments[panel.segment].slot);
     const DoraFactors* f = FactorsOf(args_, slot, panel.part);
     const int in = args_.p.shape.in;
-    fetch_.batch = {args_.p.x + static_cast<int64_t>(panel.row) * in, in, 0, panel.end - panel.row};
-    fetch_.weights = {f->a + static_cast<int64_t>(panel.column) * in, in, panel.column, f->rank};
-    fetch_.columns = in;
-    fetch_.end = args_.plan.chunks * kLinearStageK;
+    const int k = panel.chunk * kLinearStageK;
+    fetch_.batch = {args_.p.x + static_cast<int64_t>(panel.row) * in + k, in, 0,
+                    panel.end - panel.row};
+    fetch_.weights = {f->a + static_cast<int64_t>(panel.column) * in + k, in, panel.column,
+                      f->rank};
+    fetch_.columns = in - k;
+    fetch_.stages = panel.chunk_end - panel.chunk;
   }
 
   const int most_rank_;
@@ -300,23 +355,26 @@ class PrefillMmaShrinkFetcher : public PrefillMmaFetcher {
 template <int kN>
 class PrefillMmaTileFetcher : public PrefillMmaFetcher {
  public:
-  __device__ PrefillMmaTileFetcher(const PrefillMmaArgs& args, PrefillMmaFetch& fetch, int tile)
-      : PrefillMmaFetcher(args, fetch) {
-    Set([&] {
+  static constexpr int kCopies = kBatchCopies + kN / kRowStep;
+
+  __device__ PrefillMmaTileFetcher(const PrefillMmaArgs& args, PrefillMmaFetch& fetch,
+                                   PrefillMmaRing& ring, int tile)
+      : PrefillMmaFetcher(args, fetch, ring) {
+    Set<kN>([&] {
       fetch_.h_ready = false;
       fetch_.next = tile;
       BeginTile();
     });
   }
 
-  // As PrefillMmaShrinkFetcher's.
-  __device__ void Next(const PrefillMmaRing& ring, int stage) {
-    if (Fetch<kN>(ring, stage)) Set([&] { Begin(); });
+  using PrefillMmaFetcher::Copy;
+  __device__ void End() {
+    if (PrefillMmaFetcher::End()) Set<kN>([&] { BeginPiece(); });
   }
 
  private:
   __device__ void BeginTile() {
-    fetch_.end = 0;
+    fetch_.stages = 0;
     if (fetch_.next >= args_.tile_bands * args_.tile_panels) return;
     const PrefillTile tile = TileAt(args_, fetch_.next);
     const int row = fetch_.row = tile.band * kPrefillTileRows;
@@ -327,10 +385,10 @@ class PrefillMmaTileFetcher : public PrefillMmaFetcher {
     fetch_.weights = {args_.p.w + static_cast<int64_t>(w_row) * in, in, w_row,
                       args_.part_begin[args_.p.shape.parts]};
     fetch_.columns = in;
-    fetch_.end = args_.plan.chunks * kLinearStageK;
+    fetch_.stages = args_.plan.chunks;
   }
 
-  __device__ void Begin() {
+  __device__ void BeginPiece() {
     const int row = fetch_.row;
     PrefillMmaPiece piece = fetch_.piece;
     if (!NextPiece<kN>(args_, row, fetch_.w_row, piece)) {
@@ -351,7 +409,7 @@ class PrefillMmaTileFetcher : public PrefillMmaFetcher {
     fetch_.weights = {f->b + static_cast<int64_t>(w_row) * f->ldb, f->ldb, w_row,
                       args_.p.shape.out[piece.part]};
     fetch_.columns = RoundUp(f->rank, 8);
-    fetch_.end = piece.stages * kLinearStageK;
+    fetch_.stages = piece.stages;
   }
 };
 

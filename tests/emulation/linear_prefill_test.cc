@@ -96,9 +96,9 @@ class Layer : public RandomLayer {
     return y;
   }
 
-  // The form of every GPU. Some blocks have several tiles, some none.
+  // The form of every GPU. Some blocks have several tiles, some none. sliced: so is the shrink.
   template <int kN>
-  std::vector<float> RunMma(bool y_fp32, int blocks, int stages) {
+  std::vector<float> RunMma(bool y_fp32, int blocks, int stages, bool sliced) {
     using Block = PrefillMmaBlock<kN>;
     constexpr uint32_t kDynamic = RoundUp(sizeof(typename Block::Shared), 128);
     std::vector<float> y(size_t{1} * rows_ * out_, NAN);
@@ -112,6 +112,11 @@ class Layer : public RandomLayer {
     args.group = std::min(args.tile_bands, 2);
     args.h = h.data();
     args.stages = stages;
+    std::vector<float> shares(
+        kPrefillMmaSlicedPanels * kLinearSlices * kPrefillMmaShareBytes / sizeof(float), NAN);
+    std::vector<uint32_t> summed(kPrefillMmaSlicedPanels);
+    args.shares = sliced ? shares.data() : nullptr;
+    args.summed = summed.data();
     args.p.y_fp32 = y_fp32;
     args.p.y = y_fp32 ? static_cast<void*>(y.data()) : static_cast<void*>(rounded.data());
     int delay = static_cast<int>(random_() % 200);  // until x is there
@@ -124,6 +129,7 @@ class Layer : public RandomLayer {
         });
     Emulator::Get().Run({&grid});
     EXPECT_EQ(counters_.shares | counters_.shrunk | counters_.left, 0u);
+    EXPECT_EQ(summed, std::vector<uint32_t>(summed.size()));
     if (!y_fp32) std::transform(rounded.begin(), rounded.end(), y.begin(), __bfloat162float);
     return y;
   }
@@ -284,18 +290,22 @@ TEST_P(EmulatedLinearPrefillTest, SumsAreThoseOfThePlan) {
 TEST_P(EmulatedLinearPrefillTest, SumsOfEveryGpuAreThoseOfThePlanWithoutPieces) {
   Layer layer(GetParam(), &emulator_.random());
   std::vector<float> y;
-  ASSERT_NO_THROW(y = layer.RunMma<256>(/*y_fp32=*/true, /*blocks=*/3, /*stages=*/2));
+  ASSERT_NO_THROW(
+      y = layer.RunMma<256>(/*y_fp32=*/true, /*blocks=*/3, /*stages=*/2, /*sliced=*/false));
   ExpectTheSameBits(layer, y, /*y_fp32=*/true, KernelIsa::kMma);
-  ASSERT_NO_THROW(y = layer.RunMma<128>(/*y_fp32=*/false, /*blocks=*/7, /*stages=*/3));
+  ASSERT_NO_THROW(
+      y = layer.RunMma<128>(/*y_fp32=*/false, /*blocks=*/7, /*stages=*/3, /*sliced=*/true));
   ExpectTheSameBits(layer, y, /*y_fp32=*/false, KernelIsa::kMma);
-  ASSERT_NO_THROW(y = layer.RunMma<256>(/*y_fp32=*/false, /*blocks=*/4, /*stages=*/4));
+  ASSERT_NO_THROW(
+      y = layer.RunMma<256>(/*y_fp32=*/false, /*blocks=*/4, /*stages=*/4, /*sliced=*/true));
   ExpectTheSameBits(layer, y, /*y_fp32=*/false, KernelIsa::kMma);
 }
 
 TEST_P(EmulatedLinearPrefillTest, ARowHasTheBitsOfADecodeStepOnEveryGpu) {
   Layer layer(GetParam(), &emulator_.random());
   std::vector<float> y;
-  ASSERT_NO_THROW(y = layer.RunMma<128>(/*y_fp32=*/true, /*blocks=*/3, /*stages=*/3));
+  ASSERT_NO_THROW(
+      y = layer.RunMma<128>(/*y_fp32=*/true, /*blocks=*/3, /*stages=*/3, /*sliced=*/false));
   for (const int first : {0, 89, 120, 250}) {
     constexpr int kRows = 17;
     std::vector<float> decoded;

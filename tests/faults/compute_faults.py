@@ -368,8 +368,8 @@ KERNELS = [
     ),
     Fault(
         "a stage of a prefill's tile is filled while warps read it",
-        "kernels/dora/linear_prefill_mma.cuh",
-        "ring_.WaitBefore();",
+        "kernels/dora/linear_prefill_mma_fetch.cuh",
+        "ring_.WaitEmpty();",
         "",
         "Some sums of a large step are wrong, now and then, on other GPUs than Hopper.",
         ("emulation_linear_prefill",),

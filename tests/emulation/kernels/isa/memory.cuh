@@ -48,6 +48,10 @@ inline void SignalRelease(uint32_t* counter) {
   ++*counter;
   emulation::Emulator::Get().Progress();
 }
+inline uint32_t SignalAcquireRelease(uint32_t* counter) {
+  SignalRelease(counter);
+  return *counter - 1;
+}
 inline void SpinUntil(const uint32_t* counter, uint32_t value) {
   emulation::Emulator::Get().WaitUntil(*counter, value);
 }
