@@ -1,4 +1,4 @@
-"""Ways to shard a model over the processes of a group (gloo), and the group."""
+"""Ways to shard a model over a group of processes, and the group: gloo on CPUs, NCCL on GPUs."""
 
 import datetime
 import importlib.util
@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import contextmanager
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -16,22 +17,34 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-WORLD = 2
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 IMPORTS = ["torch.distributed.fsdp", "peft", "transformers.models.llama.modeling_llama", "dorad"]
 DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 
 
-def run(target: Callable, *arguments: object) -> None:
-    """target(rank, *arguments) in each process of a group. All must end with exit code 0.
+def world(device: str) -> int:
+    """The processes of a group: two, or one where there is one GPU only."""
+    return 2 if device == "cpu" else min(2, torch.cuda.device_count())
 
-    They are forks of a process that has imported what they need. Not of this one: it may have
-    threads of gRPC and torch, whose locks a fork would inherit.
+
+def context(device: str):
+    """Of the group's processes. On the CPU they are forks of a process that has imported what they
+    need. Not of this one: it may have threads of gRPC and torch, whose locks a fork would inherit.
+    CUDA does not survive a fork.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTS)
+    if device == "cuda":
+        return mp.get_context("spawn")
+    made = mp.get_context("forkserver")
+    made.set_forkserver_preload(IMPORTS)
+    return made
+
+
+def run(device: str, target: Callable, *arguments: object) -> None:
+    """target(rank, *arguments) in each process of a group. All must end with exit code 0."""
     ranks = [
-        context.Process(target=target, args=(rank, *arguments), daemon=True)
-        for rank in range(WORLD)
+        context(device).Process(target=target, args=(rank, *arguments), daemon=True)
+        for rank in range(world(device))
     ]
     for rank in ranks:
         rank.start()
@@ -40,17 +53,20 @@ def run(target: Callable, *arguments: object) -> None:
         if rank.is_alive():
             rank.kill()
             rank.join()
-    assert [rank.exitcode for rank in ranks] == [0] * WORLD
+    assert [rank.exitcode for rank in ranks] == [0] * len(ranks)
 
 
 @contextmanager
-def group(rank: int, init_method: str):
+def group(rank: int, device: str, init_method: str):
+    """Each process has a GPU of its own."""
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        "nccl" if device == "cuda" else "gloo",
         init_method=init_method,
         rank=rank,
-        world_size=WORLD,
+        world_size=world(device),
         timeout=datetime.timedelta(seconds=180),
     )
     try:
@@ -59,11 +75,23 @@ def group(rank: int, init_method: str):
         dist.destroy_process_group()
 
 
+def here() -> torch.device:
+    """The device of this process in its group."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def mesh():
+    """Of the whole group."""
+    return init_device_mesh(here().type, (dist.get_world_size(),))
+
+
 def zero3(model, batch: int = 1, learning_rate: float = 0.1):
     """DeepSpeed's engine, with SGD. No parameter is too small to be in shards."""
-    rank = str(dist.get_rank())
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": rank, "RANK": rank}
-    os.environ |= {"WORLD_SIZE": str(WORLD), "LOCAL_SIZE": str(WORLD)}
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"DS_ACCELERATOR": here().type, "LOCAL_RANK": rank, "RANK": rank}
+    os.environ |= {"WORLD_SIZE": world, "LOCAL_SIZE": world}
     import deepspeed
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
@@ -85,9 +113,7 @@ def zero3(model, batch: int = 1, learning_rate: float = 0.1):
 
 
 def fsdp1(model, policy, **options):
-    return FullyShardedDataParallel(
-        model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options
-    )
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=here(), **options)
 
 
 def fsdp1_by_layer(model):
@@ -100,10 +126,10 @@ def fsdp1_by_leaf(model):
 
 
 def fsdp2(model):
-    mesh = init_device_mesh("cpu", (WORLD,))
+    whole = mesh()
     for layer in model.base_model.model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=whole)
+    return fully_shard(model, mesh=whole)
 
 
 def ways():

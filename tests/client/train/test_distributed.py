@@ -1,17 +1,19 @@
-"""Patched models in two processes (gloo) have the gradients of one process: DDP, FSDP, ZeRO-3."""
+"""Patched models in two processes have the gradients of PEFT's in one: DDP, FSDP, ZeRO-3.
+
+With gloo on the CPU, and with NCCL on two GPUs, or on one in one process.
+"""
 
 import functools
 import sys
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from dorad.train import patch, tier
+import torch.distributed as dist
+from dorad.train import _native, adapter_tensors, patch, tier
 from lib import sharding
 from lib.dora_training import Linears, Result, adapted, assert_close, distance, step
-from lib.sharding import WORLD
+from peft import get_peft_model_state_dict
 from peft.utils.other import fsdp_auto_wrap_policy
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -25,20 +27,25 @@ def build(train_base=False):
     for name, parameter in model.named_parameters():
         if "base_layer.weight" in name:
             parameter.requires_grad_(train_base)
+    return model.to(sharding.here())
+
+
+def ours(train_base=False):
+    model = build(train_base)
     patch(model)
     return model
 
 
 def batch(rank):
     made = torch.Generator().manual_seed(100 + rank)
-    return torch.randn(6, 5, 24, generator=made)
+    return torch.randn(6, 5, 24, generator=made).to(sharding.here())
 
 
 def reference(train_base=False):
-    """The mean of both ranks' results on one process."""
+    """The results of all ranks and their mean, by PEFT in one process."""
     model = build(train_base)
-    results = [step(model, batch(rank)) for rank in range(WORLD)]
-    mean = {k: (g + results[1].gradients[k]) / WORLD for k, g in results[0].gradients.items()}
+    results = [step(model, batch(rank)) for rank in range(dist.get_world_size())]
+    mean = {k: sum(r.gradients[k] for r in results) / len(results) for k in results[0].gradients}
     return results, mean
 
 
@@ -48,9 +55,25 @@ def check(result, rank, tolerance=1e-5, train_base=False):
 
 
 def ddp(rank):
-    result = step(DistributedDataParallel(build()), batch(rank))
+    model = DistributedDataParallel(ours())
+    check_gathered(model)
+    result = step(model, batch(rank))
     result.gradients = {k.removeprefix("module."): g for k, g in result.gradients.items()}
     check(result, rank)
+
+
+def check_gathered(model):
+    """What would be published, before the first step."""
+    tensors = adapter_tensors(model, keep=dist.get_rank() == 0)
+    if dist.get_rank() == 0:
+        torch.testing.assert_close(
+            {name: tensor.cpu() for name, tensor in tensors.items()},
+            {name: tensor.cpu() for name, tensor in get_peft_model_state_dict(build()).items()},
+            rtol=0,
+            atol=0,
+        )
+    else:
+        assert tensors == {}
 
 
 def whole(result):
@@ -59,8 +82,8 @@ def whole(result):
 
 
 def fsdp2(rank, *, leaves=False, reshard=True, train_base=False):
-    mesh = init_device_mesh("cpu", (WORLD,))
-    model = build(train_base)
+    mesh = sharding.mesh()
+    model = ours(train_base)
     root = model.base_model.model
     for layer in (root.up, root.middle, root.down):
         if leaves:  # as PEFT's wrapping policy does it: A and B are in shards when norms are taken
@@ -68,6 +91,7 @@ def fsdp2(rank, *, leaves=False, reshard=True, train_base=False):
                 fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
+    check_gathered(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=RATE)
     first = whole(step(model, batch(rank)))
@@ -91,10 +115,9 @@ def after_a_step(rank, train_base=False):
 
 
 def fsdp2_bf16(rank):
-    mesh = init_device_mesh("cpu", (WORLD,))
-    model = build()
+    model = ours()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=sharding.mesh(), mp_policy=policy)
     check(whole(step(model, batch(rank))), rank, 0.1)
 
 
@@ -106,8 +129,9 @@ def checkpointed(model):
 
 
 def fsdp1(rank, policy, train_base=False, change=lambda model: model, **options):
-    model = change(build(train_base))
+    model = change(ours(train_base))
     sharded = sharding.fsdp1(model, policy(model), **options)
+    check_gathered(sharded)
     patch(sharded)  # again, of wrapped layers: changes nothing
     trained = [p for p in sharded.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=RATE)
@@ -124,7 +148,8 @@ def fsdp1(rank, policy, train_base=False, change=lambda model: model, **options)
 
 
 def weighted(output):
-    return (output * torch.linspace(-1, 1, output.numel()).view(output.shape)).sum()
+    weights = torch.linspace(-1, 1, output.numel(), device=output.device)
+    return (output * weights.view(output.shape)).sum()
 
 
 def check_moved(rank, output, moved, parameters, train_base=False):
@@ -138,9 +163,10 @@ def check_moved(rank, output, moved, parameters, train_base=False):
 
 def zero3(rank, change=lambda model: model):
     if not sharding.DEEPSPEED:
-        return  # test_two_processes skips it.
-    model = change(build())
+        return  # test_a_group_of_processes skips it.
+    model = change(ours())
     engine = sharding.zero3(model, len(batch(rank)), RATE)
+    check_gathered(engine)
     patch(engine)  # again, of layers in shards: changes nothing
     output = engine(batch(rank).requires_grad_())
     engine.backward(weighted(output))
@@ -176,10 +202,10 @@ CASES = {
 }
 
 
-def run_all(rank, file, paths, failures):
+def run_all(rank, device, file, paths, failures):
     """A process of the group: all cases, so that it starts only once."""
     sys.path[:0] = paths
-    with sharding.group(rank, f"file://{file}"), tier("fused"):
+    with sharding.group(rank, device, f"file://{file}"), tier("fused"):
         for name, case in CASES.items():
             try:
                 case(rank)
@@ -187,11 +213,14 @@ def run_all(rank, file, paths, failures):
                 failures.put((name, rank, f"{type(error).__name__}: {error}"))
 
 
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory):
-    queue = mp.get_context("forkserver").Queue()
+@pytest.fixture(scope="module", params=sharding.DEVICES)
+def failures(request, tmp_path_factory):
+    device = request.param
+    if device == "cuda":
+        assert _native.library is not None, "build libdorad_train.so first (make build)"
+    queue = sharding.context(device).Queue()
     file = tmp_path_factory.mktemp("group") / "store"
-    sharding.run(run_all, file, sys.path[:], queue)
+    sharding.run(device, run_all, device, file, sys.path[:], queue)
     found = []
     while not queue.empty():
         found.append(queue.get())
@@ -199,7 +228,7 @@ def failures(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes(case, failures):
+def test_a_group_of_processes(case, failures):
     if case.startswith("zero-3") and not sharding.DEEPSPEED:
         pytest.skip("deepspeed is not installed")
     assert [failure for failure in failures if failure[0] == case] == []
