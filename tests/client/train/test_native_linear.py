@@ -66,13 +66,13 @@ def forward(x, layers, *, keep_inner=True, makes_norm=False):
 
 def parts_of(layers, rows, made):
     """The parts of the results that say something, by name."""
-    _, columns, places = _products.places_of(layers, rows)
-    parts = {"h": made.h}
+    places = _products.places_of(layers, rows)
+    parts = {"h": places.h_of(made.kept)}
     for i, layer in enumerate(layers):
-        out = len(layer.weight)
-        parts[f"scales {i}"] = made.scales[:, columns[i] : columns[i] + out]
-        if made.inner is not None:
-            parts[f"inner {i}"] = made.inner[places[i] : places[i] + rows * out]
+        out, column, inner = len(layer.weight), places.columns[i], places.inner[i]
+        parts[f"scales {i}"] = made.scales[:, column : column + out]
+        if len(made.kept) > places.inner[0]:
+            parts[f"inner {i}"] = made.kept[inner : inner + rows * out]
     return parts
 
 
@@ -89,11 +89,11 @@ def test_a_call_s_forward_is_the_cpu_s(on_cuda, makes_norm, with_bias, keep_inne
     ys, wanted = forward(x, layers, keep_inner=keep_inner)
     given = list(map(on_cuda_layer, layers))
     ours, got = forward(on_cuda_tensor(x), given, keep_inner=keep_inner, makes_norm=makes_norm)
-    assert (got.inner is not None) == keep_inner
     for mine, theirs in zip(ours, ys, strict=True):
         assert_alike(mine, theirs)
-    expected = parts_of(layers, len(x), wanted)
-    for name, part in parts_of(layers, len(x), got).items():
+    expected, parts = (parts_of(layers, len(x), made) for made in (wanted, got))
+    assert parts.keys() == expected.keys() and ("inner 0" in parts) == keep_inner
+    for name, part in parts.items():
         assert_alike(part, expected[name])
 
 

@@ -24,5 +24,13 @@ def watched(*tensors: torch.Tensor) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or transformed()
         or torch._C._get_tracing_state() is not None
-        or any(type(tensor) not in _PLAIN or tensor.is_meta for tensor in tensors)
+        or not plain(*tensors)
     )
+
+
+def plain(*tensors: torch.Tensor) -> bool:
+    """Whether they are tensors without operators of their own, and have memory."""
+    for tensor in tensors:  # noqa: SIM110 - a generator takes longer
+        if type(tensor) not in _PLAIN or tensor.is_meta:
+            return False
+    return True

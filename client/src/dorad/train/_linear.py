@@ -9,6 +9,7 @@ input are one call together (`_sharing`).
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from dorad.train import _layers, _native, _norms, _products, _sharing, _steps, _tiers
-from dorad.train._dispatch import watched
+from dorad.train._dispatch import plain, watched
 from dorad.train._norm import accumulation_dtype
 
 
@@ -30,14 +31,15 @@ class Linear(lora.Linear):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """See PEFT's lora.Linear."""
-        # The cheapest test first: small layers must not pay for the others.
-        if not (args or kwargs or is_small(self, x.numel()) or watched(x)):
+        if not (args or kwargs or torch.compiler.is_compiling()):
             given = _sharing.take(self, x, _state_of)
             if given is not None:
                 return given
-            parts = _fit(self, x)
-            if parts is not None:
-                return _forward(self, parts, x)
+            # The cheapest test first: small layers must not pay for the others.
+            if not (_is_small(self, x) or watched(x)):
+                parts = _fit(self, x)
+                if parts is not None:
+                    return _forward(self, parts, x)
         result: torch.Tensor = super().forward(x, *args, **kwargs)
         return result
 
@@ -49,6 +51,10 @@ def is_small(module: Linear, inputs: int) -> bool:
     return _tiers.is_small(weight.device, outputs, weight.numel())
 
 
+def _is_small(module: Linear, x: torch.Tensor) -> bool:
+    return not x.is_cuda and is_small(module, x.numel())
+
+
 def _state_of(module: Linear) -> tuple[object, ...]:
     """What may change between two calls of a forward."""
     return module.disable_adapters, module.merged, *module.active_adapters
@@ -56,8 +62,9 @@ def _state_of(module: Linear) -> tuple[object, ...]:
 
 def _parameter(module: Any, name: str) -> torch.Tensor:
     # nn.Module's own search takes longer; FSDP1 has its views elsewhere.
-    found: Any = module._parameters.get(name)
-    return getattr(module, name) if found is None else found  # type: ignore[no-any-return]
+    own: dict[str, Any] = module._parameters
+    found: torch.Tensor = own[name] if name in own else getattr(module, name)
+    return found
 
 
 class Parts(NamedTuple):
@@ -92,7 +99,7 @@ def whole(module: Linear) -> Parts | str:
         return "its DoRA layer is not patched"
     if not (type(base) is type(a) is type(b) is nn.Linear) or dora.fan_in_fan_out:
         return "its base layer, A or B is no nn.Linear"
-    if any(map(_is_hooked, (base, a, b, dora))):
+    if _are_hooked(base, a, b, dora):
         return "there are hooks inside of it"
     if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return "there are hooks on all modules"
@@ -104,19 +111,23 @@ def whole(module: Linear) -> Parts | str:
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         return "its base layer is trained"
     rest = _parameter(a, "weight"), _parameter(b, "weight"), _parameter(dora, "weight")
-    if watched(weight, *rest):
+    if not plain(weight, *rest):
         return "torch must see its operators"
     return Parts(weight, bias, *rest, dora, module.scaling[adapter], adapter)
 
 
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__  # as of accelerate
-    )
+def _are_hooked(*modules: nn.Module) -> bool:
+    """Whether any of them is."""
+    for module in modules:
+        if (
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or "forward" in module.__dict__  # as of accelerate
+        ):
+            return True
+    return False
 
 
 def why_unfit(parts: Parts, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -152,7 +163,7 @@ def _fit(module: Linear, x: torch.Tensor) -> Parts | None:
 def _forward(module: Linear, parts: Parts, x: torch.Tensor) -> torch.Tensor:
     """The module's output; those that follow with x are computed, too."""
     group, followers = [parts], []
-    if not _is_hooked(module):  # Hooks may need the modules' calls in turn, as FSDP2's do.
+    if not _are_hooked(module):  # Hooks may need the modules' calls in turn, as FSDP2's do.
         followers = _sharing.begin(module, x, _steps.last(parts.b))
         group = _group(parts, followers, x)
     y, *others = _outputs(group, x)
@@ -163,30 +174,33 @@ def _forward(module: Linear, parts: Parts, x: torch.Tensor) -> torch.Tensor:
 
 def _group(first: Parts, followers: list[Linear], x: torch.Tensor) -> list[Parts]:
     """`first` and the parts of the followers, or `first` alone if one of them does not fit."""
-    group = [first]
+    group, kind = [first], _kind(first)
     for module in followers:
-        if _is_hooked(module) or is_small(module, x.numel()):
+        if _are_hooked(module) or _is_small(module, x):
             return [first]
-        parts = _fit(module, x)
-        if parts is None or _kind(parts) != _kind(first):
+        parts = whole(module)
+        if isinstance(parts, str) or _kind(parts) != kind:
             return [first]
         group.append(parts)
     return group
 
 
 def _kind(parts: Parts) -> tuple[object, ...]:
-    """One call has one of it."""
-    return parts.weight.shape[1], parts.weight.dtype, parts.a.dtype, parts.magnitude.dtype
+    """One call has one of it. What fits one linear fits others of its kind."""
+    tensors = parts.weight, parts.a, parts.b, parts.magnitude
+    is_large = parts.a.shape[0] > _native.MOST_RANK
+    return (
+        parts.weight.shape[1],
+        is_large,
+        *[(each.dtype, each.device) for each in tensors],
+    )
 
 
 def _outputs(group: list[Parts], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if torch.is_grad_enabled():
         tensors = [each for parts in group for each in (parts.a, parts.b, parts.magnitude)]
         if x.requires_grad or any(tensor.requires_grad for tensor in tensors):
-            outputs: tuple[torch.Tensor, ...] = _DoraLinears.apply(  # type: ignore[no-untyped-call]
-                x, group, *tensors
-            )
-            return outputs
+            return _DoraLinears.apply(x, group, *tensors)
     ys, _, _, _ = _run(group, x, recorded=False, keep_inner=False)
     return tuple(ys)
 
@@ -196,26 +210,19 @@ def _run(
 ) -> tuple[list[torch.Tensor], torch.Tensor, list[_products.Layer], _products.Forward]:
     """The y [..., out], x as [rows, in] of y's dtype, the layers, and the products' results."""
     layers = [
-        _products.Layer(
-            parts.weight,
-            parts.bias,
-            parts.a.detach(),
-            parts.b.detach(),
-            parts.magnitude.detach().flatten(),
-            parts.scaling,
-        )
-        for parts in group
+        _products.Layer(weight, bias, a.detach(), b.detach(), m.detach().flatten(), scaling)
+        for weight, bias, a, b, m, _, scaling, _ in group
     ]
     key = _norms.key_of(group, x)
     scales = _norms.kept(group, key, recorded=recorded)
     known = scales is not None
     if scales is None and not all(map(_makes_norm, group, layers)):
         scales = _made_scales(group, layers)
-    rows = x.reshape(-1, x.shape[-1]).to(layers[0].weight.dtype).contiguous()
+    *shape, width = x.shape
+    rows = x.reshape(-1, width).to(layers[0].weight.dtype).contiguous()
     # In their final shapes: a view that a function returns may not be changed in place.
-    ys = [rows.new_empty(*x.shape[:-1], layer.weight.shape[0]) for layer in layers]
-    flat = ys if x.dim() == 2 else [y.view(rows.shape[0], y.shape[-1]) for y in ys]
-    forward = _products.forward(rows, layers, scales, flat, keep_inner=keep_inner)
+    ys = [rows.new_empty(*shape, layer.weight.shape[0]) for layer in layers]
+    forward = _products.forward(rows, layers, scales, ys, keep_inner=keep_inner)
     if not known:
         _norms.keep(group, key, forward.scales)
     return ys, rows, layers, forward
@@ -240,19 +247,22 @@ def _made_scales(group: list[Parts], layers: list[_products.Layer]) -> torch.Ten
 class _DoraLinears(torch.autograd.Function):
     """The outputs of linears that have one input."""
 
+    @classmethod
+    def apply(cls, *given: Any) -> tuple[torch.Tensor, ...]:
+        """Without Function's own search for wrappers of torch.func: `watched` has seen to them."""
+        its_own: Any = super(torch.autograd.Function, cls)
+        outputs: tuple[torch.Tensor, ...] = its_own.apply(*given)
+        return outputs
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, group: list[Parts], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        wants = ctx.needs_input_grad
-        wanted = [_products.Wanted(*wants[i : i + 3]) for i in range(2, len(wants), 3)]
-        for_a, for_b, for_magnitude = map(any, zip(*wanted, strict=True))
-        ys, rows, layers, (h, inner, scales) = _run(
-            group, x, recorded=True, keep_inner=for_magnitude
-        )
-        ctx.save_for_backward(scales, rows if for_a else None, h if for_b else None, inner)
-        # Parameters are there anyway, and checkpointing has two calls of Python for a saved tensor.
-        ctx.layers, ctx.versions = layers, _versions(layers)
+        wanted, (for_a, for_b, for_magnitude) = _wanted(ctx.needs_input_grad[2:])
+        ys, rows, layers, (kept, scales) = _run(group, x, recorded=True, keep_inner=for_magnitude)
+        ctx.save_for_backward(rows if for_a else None, kept if for_b or for_magnitude else None)
+        # Those are there anyway, and checkpointing has some calls of Python for a saved tensor.
+        ctx.layers, ctx.versions, ctx.scales = layers, _versions(layers), scales
         ctx.wanted = wanted
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.magnitude_shapes = [parts.magnitude.shape for parts in group]
@@ -261,13 +271,22 @@ class _DoraLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        device = next(grad.device.type for grad in grads if grad is not None)
+        device = ctx.layers[0].weight.device.type
         if not torch.is_grad_enabled() and not torch.is_autocast_enabled(device):
             return _gradients(ctx, *grads)
         # Autocast would cast fp32 tensors.
         with torch.autocast(device, enabled=False):
             gradients: tuple[torch.Tensor | None, ...] = _last_gradients(ctx, *grads)
             return gradients
+
+
+@functools.lru_cache(maxsize=256)
+def _wanted(
+    needed: tuple[bool, ...],
+) -> tuple[tuple[_products.Wanted, ...], _products.Wanted]:
+    """The linears' wanted gradients, and those that any of them wants."""
+    wanted = tuple(_products.Wanted(*needed[i : i + 3]) for i in range(0, len(needed), 3))
+    return wanted, _products.Wanted(*map(any, zip(*wanted, strict=True)))
 
 
 def _versions(layers: list[_products.Layer]) -> list[int]:
@@ -277,35 +296,33 @@ def _versions(layers: list[_products.Layer]) -> list[int]:
 
 def _gradients(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """The requested gradients of x, and of a, b and the magnitude of each linear."""
-    scales, rows, h, inner = ctx.saved_tensors
+    rows, kept = ctx.saved_tensors
     layers: list[_products.Layer] = ctx.layers
     if _versions(layers) != ctx.versions:
         raise RuntimeError(
             "a weight of a DoRA linear has been modified by an inplace operation since the forward"
             " whose gradients are computed"
         )
-    # An output without a gradient has no part in it.
-    used = [i for i, grad in enumerate(grads) if grad is not None]
-    given = [
-        scales.new_zeros(*ctx.x_shape[:-1], layer.weight.shape[0], dtype=layer.weight.dtype)
-        if grad is None
-        else grad
-        for layer, grad in zip(layers, grads, strict=True)
-    ]
-    wanted = [
-        each if i in used else _products.Wanted(False, False, False)
-        for i, each in enumerate(ctx.wanted)
-    ]
+    shape = ctx.x_shape[:-1]
+    given, wanted = [], ctx.wanted
+    for i, (layer, grad) in enumerate(zip(layers, grads, strict=True)):
+        out = layer.weight.shape[0]
+        if grad is None:  # An output without a gradient has no part in it.
+            grad = layer.weight.new_zeros(*shape, out)
+            wanted = [*wanted[:i], _products.Wanted(False, False, False), *wanted[i + 1 :]]
+        given.append(grad.reshape(-1, out))
     d_x, found = _products.backward(
-        [grad.reshape(-1, grad.shape[-1]) for grad in given],
+        given,
         rows,
         layers,
-        _products.Forward(h, inner, scales),
+        _products.Forward(kept, ctx.scales),
         ctx.needs_input_grad[0],
         wanted,
     )
     if d_x is not None:
-        d_x = d_x.view(ctx.x_shape).to(ctx.x_dtype)
+        d_x = d_x.view(ctx.x_shape)
+        if d_x.dtype != ctx.x_dtype:
+            d_x = d_x.to(ctx.x_dtype)
     gradients: list[torch.Tensor | None] = [d_x, None]
     for shape, (d_a, d_b, d_magnitude) in zip(ctx.magnitude_shapes, found, strict=True):
         gradients += d_a, d_b, None if d_magnitude is None else d_magnitude.view(shape)

@@ -10,7 +10,7 @@ import os
 import pathlib
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,35 +26,13 @@ MOST_RANK = 4096
 _logger = logging.getLogger("dorad.train")
 
 
-class Linear(NamedTuple):
-    """One of the linears of a call, as struct dorad_linear has it: addresses, 0 for none; sizes."""
-
-    w: int
-    a: int
-    b: int
-    norm: int
-    g: int
-    inner: int
-    m: int
-    bias: int
-    y: int
-    dy: int
-    d_b: int
-    d_m: int
-    out: int
-    rank: int
-    scale: float
-
-
 MOST_LINEARS = 8
 """The most linears of a call."""
-_LINEAR = struct.Struct("12P2qd")
+# Arrays of struct dorad_linear, by their lengths.
+_LINEARS = [struct.Struct("12P2qd" * count) for count in range(MOST_LINEARS + 1)]
 
-
-def _packed(linears: Sequence[Linear]) -> tuple[tuple[tuple[int, int], ...], bytes]:
-    """The linears' outs and ranks, and an array of struct dorad_linear."""
-    packed = b"".join(_LINEAR.pack(*each) for each in linears)
-    return tuple((each.out, each.rank) for each in linears), packed
+Sizes = tuple[tuple[int, int], ...]
+"""The outs and ranks of a call's linears."""
 
 
 class Library:
@@ -202,28 +180,29 @@ class Library:
     def linears_forward(
         self,
         x: torch.Tensor,
-        linears: Sequence[Linear],
+        linears: Sequence[float],
+        sizes: Sizes,
         h: torch.Tensor,
         epsilon: float,
         factor_dtype: torch.dtype,
-        magnitude_dtype: torch.dtype,
+        magnitude_dtype: torch.dtype | None,
     ) -> None:
-        """Fills `h` and each linear's inner and y, and with a magnitude its norm and g.
+        """Fills `h` and each linear's inner and y, and with a magnitude's dtype its norm and g.
 
-        kernels/train/linear.h describes the arguments; biases are in fp32, and a y may be its
-        inner.
+        `linears` has what each struct dorad_linear has, one after the other: addresses, 0 for none;
+        sizes. kernels/train/linear.h describes the arguments; biases are in fp32, and a y may be
+        its inner.
         """
         rows, width = x.shape
-        sizes, packed = _packed(linears)
         dtype, factors = TYPES[x.dtype], TYPES[factor_dtype]
-        makes_norms = any(linear.m for linear in linears)
+        makes_norms = magnitude_dtype is not None
         needed = self._forward_workspace(sizes, rows, width, dtype, factors, makes_norms)
         memory = _workspace(needed, x.device)
         _enqueue(
             self._linears_forward,
             x.device,
-            packed,
-            len(linears),
+            _LINEARS[len(sizes)].pack(*linears),
+            len(sizes),
             x.data_ptr(),
             h.data_ptr(),
             _pointer(memory),
@@ -233,14 +212,15 @@ class Library:
             epsilon,
             dtype,
             factors,
-            TYPES[magnitude_dtype] if makes_norms else 0,
+            0 if magnitude_dtype is None else TYPES[magnitude_dtype],
             gemm=self._gemm,
         )
 
     def linears_backward(
         self,
         x: torch.Tensor | None,
-        linears: Sequence[Linear],
+        linears: Sequence[float],
+        sizes: Sizes,
         h: torch.Tensor | None,
         d_x: torch.Tensor | None,
         d_a: torch.Tensor | None,
@@ -253,18 +233,17 @@ class Library:
     ) -> None:
         """Fills the gradients that are there, of which those of A and B are of `sum_dtype`.
 
-        `rows_of` is one of the gradients of y. kernels/train/linear.h describes the arguments and
-        their dependencies.
+        `linears` is as in `linears_forward`, and `rows_of` is one of the gradients of y.
+        kernels/train/linear.h describes the arguments and their dependencies.
         """
         rows, dtype, factors = rows_of.shape[0], TYPES[rows_of.dtype], TYPES[factor_dtype]
-        sizes, packed = _packed(linears)
         needed = self._backward_workspace(sizes, rows, width, dtype, factors)
         memory = _workspace(needed, rows_of.device)
         _enqueue(
             self._linears_backward,
             rows_of.device,
-            packed,
-            len(linears),
+            _LINEARS[len(sizes)].pack(*linears),
+            len(sizes),
             _pointer(x),
             _pointer(h),
             _pointer(d_x),
@@ -351,8 +330,8 @@ def _sizes_of(function: Any, arguments: list[Any]) -> Any:
     function.restype = ctypes.c_int64
 
     @functools.lru_cache(maxsize=4096)
-    def size(sizes: tuple[tuple[int, int], ...], *others: int) -> int:
-        linears = b"".join(_LINEAR.pack(*[0] * 12, *each, 0.0) for each in sizes)
+    def size(sizes: Sizes, *others: int) -> int:
+        linears = b"".join(_LINEARS[1].pack(*[0] * 12, *each, 0.0) for each in sizes)
         needed: int = function(linears, len(sizes), *others)
         return needed
 

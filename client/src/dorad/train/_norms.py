@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class _Kept(NamedTuple):
     key: tuple[object, ...]
     scales: torch.Tensor
+    changes_in_steps: bool  # whether the parameters of all its linears do
 
 
 # By the first linear's DoRA layer.
@@ -35,10 +36,11 @@ def kept(
     do. So only a repetition has them, and a forward that autograd records of linears whose
     parameters change in an optimizer's steps.
     """
-    if not _steps.in_backward() and not (recorded and all(map(_changes_in_steps, group))):
-        return None
     found = _kept.get(group[0].dora)
-    return found.scales if key is not None and found is not None and found.key == key else None
+    if found is None or found.key != key:
+        return None
+    usable = _steps.in_backward() or (recorded and found.changes_in_steps)
+    return found.scales if usable else None
 
 
 def _changes_in_steps(parts: Parts) -> bool:
@@ -49,7 +51,8 @@ def _changes_in_steps(parts: Parts) -> bool:
 def keep(group: Sequence[Parts], key: tuple[object, ...] | None, scales: torch.Tensor) -> None:
     """Keeps the norms and g of these linears."""
     if key is not None:
-        _kept[group[0].dora] = _Kept(key, scales)
+        # The first step of an optimizer changes the key, too.
+        _kept[group[0].dora] = _Kept(key, scales, all(map(_changes_in_steps, group)))
 
 
 def key_of(group: Sequence[Parts], x: torch.Tensor) -> tuple[object, ...] | None:
@@ -61,14 +64,13 @@ def key_of(group: Sequence[Parts], x: torch.Tensor) -> tuple[object, ...] | None
         stream = torch._C._cuda_getCurrentRawStream(x.device.index)
     else:
         stream = 0
-    tensors = [each for part in group for each in (part.weight, part.a, part.b, part.magnitude)]
-    if any(tensor.is_inference() for tensor in tensors) or any(
-        part.dora.kept_norms() is not None for part in group
-    ):
-        return None
-    return (
-        _steps.count(),
-        stream,
-        *((tensor.data_ptr(), tensor._version) for tensor in tensors),
-        *((id(part.dora), part.scaling) for part in group),
-    )
+    key: list[object] = [_steps.count(), stream]
+    for weight, _, a, b, magnitude, dora, scaling, _ in group:
+        if dora.kept_norms() is not None:
+            return None
+        for tensor in (weight, a, b, magnitude):
+            if tensor.is_inference():
+                return None
+            key += tensor.data_ptr(), tensor._version
+        key += id(dora), scaling
+    return tuple(key)

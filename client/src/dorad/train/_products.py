@@ -47,11 +47,10 @@ class Layer(NamedTuple):
 class Forward(NamedTuple):
     """A forward's other results, of all layers."""
 
-    h: torch.Tensor
-    """[rows, ranks], in x's dtype."""
-    inner: torch.Tensor | None
-    """The layers' [rows, out], each at its place, times inner_scale, in x's dtype. None: not
-    kept."""
+    kept: torch.Tensor | None
+    """h [rows, ranks], and the layers' inner [rows, out] times inner_scale, each at its place, if
+    they are kept; in x's dtype. One tensor, because checkpointing has some calls of Python for
+    each. None: neither was."""
     scales: torch.Tensor
     """The norms and the g, [2, columns] in fp32, or fp64 with an fp64 x, each layer's at its
     place."""
@@ -76,17 +75,24 @@ class Gradients(NamedTuple):
 class Places(NamedTuple):
     """The layers' first elements, and the numbers of all elements."""
 
+    sizes: _native.Sizes
+    rows: int
     ranks: tuple[int, ...]
     """Columns of h."""
     columns: tuple[int, ...]
     """Of `Forward.scales`."""
     inner: tuple[int, ...]
-    """Elements of `Forward.inner`."""
+    """Elements of `Forward.kept`, after h's."""
+
+    def h_of(self, kept: torch.Tensor) -> torch.Tensor:
+        """[rows, ranks]."""
+        ranks = self.ranks[-1]
+        return kept[: self.rows * ranks].view(self.rows, ranks)
 
 
 def places_of(layers: Sequence[Layer], rows: int) -> Places:
     """The layers' parts of the tensors of a call."""
-    return _places(tuple(layer.b.shape for layer in layers), rows)
+    return _places(tuple([layer.b.shape for layer in layers]), rows)
 
 
 # So that every layer's part is aligned as the kernels' fast paths need it.
@@ -94,15 +100,13 @@ _ALIGNED = 128
 
 
 @functools.lru_cache(maxsize=1024)
-def _places(shapes: tuple[tuple[int, int], ...], rows: int) -> Places:
+def _places(shapes: _native.Sizes, rows: int) -> Places:
     def starts(sizes: Iterable[int]) -> tuple[int, ...]:
         return 0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
 
-    return Places(
-        (0, *itertools.accumulate(rank for _, rank in shapes)),
-        starts(out for out, _ in shapes),
-        starts(rows * out for out, _ in shapes),
-    )
+    ranks = (0, *itertools.accumulate(rank for _, rank in shapes))
+    h_and_inner = starts([rows * ranks[-1], *(rows * out for out, _ in shapes)])
+    return Places(shapes, rows, ranks, starts(out for out, _ in shapes), h_and_inner[1:])
 
 
 def forward(
@@ -113,7 +117,7 @@ def forward(
     *,
     keep_inner: bool,
 ) -> Forward:
-    """Fills `ys` [rows, out], contiguous, for x [rows, in].
+    """Fills `ys` [..., out], contiguous, for x [rows, in].
 
     `scales` has the norms and the g as in `Forward`; None: they are made, only if `makes_norm` of
     every layer.
@@ -121,31 +125,37 @@ def forward(
     x = x.contiguous()
     rows = x.shape[0]
     places = places_of(layers, rows)
-    h = x.new_empty(rows, places.ranks[-1])
-    inner = x.new_empty(places.inner[-1]) if keep_inner else None
+    kept = x.new_empty(places.inner[-1 if keep_inner else 0])
     made = scales is None
     if scales is None:
         scales = x.new_empty(2, places.columns[-1], dtype=torch.float32)
     if x.is_cuda:
         if rows:
-            _forward_cuda(x, layers, places, scales, made, ys, h, inner)
-        return Forward(h, inner, scales)
+            _forward_cuda(x, layers, places, scales, made, ys, kept, keep_inner)
+        return Forward(kept, scales)
+    h = places.h_of(kept)
     torch.mm(x, _all_a(layers, x.dtype).t(), out=h)
     for i, layer in enumerate(layers):
-        column, place = places.columns[i], places.inner[i]
-        kept = None if inner is None else inner[place : place + ys[i].numel()].view(ys[i].shape)
+        y = ys[i].view(rows, layer.weight.shape[0])
+        inner = _inner_of(kept, places, i, y) if keep_inner else None
         _passes.join(
             x,
             layer.weight,
             layer.bias,
             h[:, places.ranks[i] : places.ranks[i + 1]],
             layer.b,
-            _scales_of(scales, column, layer),
+            _scales_of(scales, places.columns[i], layer),
             layer.scaling,
-            kept,
-            ys[i],
+            inner,
+            y,
         )
-    return Forward(h, inner, scales)
+    return Forward(kept, scales)
+
+
+def _inner_of(kept: torch.Tensor, places: Places, i: int, like: torch.Tensor) -> torch.Tensor:
+    """A layer's [rows, out], as `like`."""
+    place = places.inner[i]
+    return kept[place : place + like.numel()].view(like.shape)
 
 
 def _forward_cuda(
@@ -155,43 +165,49 @@ def _forward_cuda(
     scales: torch.Tensor,
     makes_norms: bool,
     ys: Sequence[torch.Tensor],
-    h: torch.Tensor,
-    inner: torch.Tensor | None,
+    kept: torch.Tensor,
+    keep_inner: bool,
 ) -> None:
     assert _native.library is not None, "the tier is eager without the library"
-    scale = inner_scale(x.dtype)  # Of a library's own norms, in bf16, it is 1.
-    g = scales[1] if scale == 1 else scales[1] / scale
-    norms, gs = scales.data_ptr(), g.data_ptr()
-    kept = None if inner is None else inner.data_ptr()
-    size = x.element_size()
-    alive, linears = [], []
+    norms = scales.data_ptr()
+    gs = norms + 4 * places.columns[-1]
+    scale = inner_scale(x.dtype)
+    if scale != 1:  # Not in bf16, where the library makes norms.
+        g = scales[1] / scale
+        gs = g.data_ptr()
+    start, size = kept.data_ptr(), x.element_size()
+    alive: list[object] = []  # until the call
+    linears: list[float] = []
     for layer, column, place, y in zip(layers, places.columns, places.inner, ys, strict=False):
         a, b, weight = layer.a.contiguous(), layer.b.contiguous(), layer.weight.contiguous()
         m = layer.magnitude.contiguous() if makes_norms else None
         bias = None if layer.bias is None else layer.bias.to(torch.float32)
-        alive.append((a, b, weight, m, bias))  # until the call
+        alive += a, b, weight, m, bias
         to = y.data_ptr()
-        linears.append(
-            _native.Linear(
-                weight.data_ptr(),
-                a.data_ptr(),
-                b.data_ptr(),
-                norms + 4 * column,
-                gs + 4 * column,
-                to if kept is None else kept + size * place,
-                0 if m is None else m.data_ptr(),
-                0 if bias is None else bias.data_ptr(),
-                to,
-                0,
-                0,
-                0,
-                b.shape[0],
-                b.shape[1],
-                layer.scaling,
-            )
+        linears += (
+            weight.data_ptr(),
+            a.data_ptr(),
+            b.data_ptr(),
+            norms + 4 * column,
+            gs + 4 * column,
+            start + size * place if keep_inner else to,
+            0 if m is None else m.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            to,
+            0,
+            0,
+            0,
+            *b.shape,
+            layer.scaling,
         )
     _native.library.linears_forward(
-        x, linears, h, epsilon(x.dtype), layers[0].a.dtype, layers[0].magnitude.dtype
+        x,
+        linears,
+        places.sizes,
+        kept,
+        epsilon(x.dtype),
+        layers[0].a.dtype,
+        layers[0].magnitude.dtype if makes_norms else None,
     )
 
 
@@ -224,15 +240,15 @@ def backward(
     grads: Sequence[torch.Tensor],
     x: torch.Tensor | None,
     layers: Sequence[Layer],
-    kept: Forward,
+    made: Forward,
     wants_x: bool,
     wanted: Sequence[Wanted],
 ) -> tuple[torch.Tensor | None, list[Gradients]]:
     """The gradient of x, and those of the layers that are `wanted`, for `grads` of ys [rows, out].
 
-    `x` is needed for those of a, h for those of b and inner for those of magnitudes, which are
-    [out]. Sums over rows are made in fp32, in a fixed order. The layers' gradients of a may be
-    parts of one tensor.
+    `x` is needed for those of a, `made.kept` with h for those of b and with inner for those of
+    magnitudes, which are [out]. Sums over rows are made in fp32, in a fixed order. The layers'
+    gradients of a may be parts of one tensor.
     """
     grads = [grad.contiguous() for grad in grads]
     first, wants_a = grads[0], any(each.a for each in wanted)
@@ -257,7 +273,7 @@ def backward(
     ]
     x = None if x is None else x.contiguous()
     take = _backward_cuda if first.is_cuda else _backward_cpu
-    take(grads, x, layers, places, kept, d_x, d_a, found)
+    take(grads, x, layers, places, made, d_x, d_a, found)
     if sum_dtype != factor_dtype:
         found = [
             Gradients(
@@ -275,47 +291,49 @@ def _backward_cuda(
     x: torch.Tensor | None,
     layers: Sequence[Layer],
     places: Places,
-    kept: Forward,
+    made: Forward,
     d_x: torch.Tensor | None,
     d_a: torch.Tensor | None,
     found: Sequence[Gradients],
 ) -> None:
     assert _native.library is not None, "the tier is eager without the library"
     dtype, sum_dtype = grads[0].dtype, torch.float32
+    norms = made.scales.data_ptr()
+    gs = norms + 4 * places.columns[-1]
     scale = inner_scale(dtype)
-    norm = kept.scales[0] if scale == 1 else kept.scales[0] * scale
-    norms, gs = norm.data_ptr(), kept.scales[1].data_ptr()
-    inner = 0 if kept.inner is None else kept.inner.data_ptr()
+    if scale != 1:
+        norm = made.scales[0] * scale
+        norms = norm.data_ptr()
+    start = 0 if made.kept is None else made.kept.data_ptr()
     size = grads[0].element_size()
-    alive, linears = [], []
+    alive: list[object] = []  # until the call
+    linears: list[float] = []
     for i, (layer, column) in enumerate(zip(layers, places.columns, strict=False)):
         a, b, weight = layer.a.contiguous(), layer.b.contiguous(), layer.weight.contiguous()
-        alive.append((a, b, weight))  # until the call
+        alive += a, b, weight
         _, d_b, d_magnitude = found[i]
         sum_dtype = sum_dtype if d_b is None else d_b.dtype
-        linears.append(
-            _native.Linear(
-                weight.data_ptr(),
-                a.data_ptr(),
-                b.data_ptr(),
-                norms + 4 * column,
-                gs + 4 * column,
-                0 if d_magnitude is None else inner + size * places.inner[i],
-                0,
-                0,
-                0,
-                grads[i].data_ptr(),
-                0 if d_b is None else d_b.data_ptr(),
-                0 if d_magnitude is None else d_magnitude.data_ptr(),
-                b.shape[0],
-                b.shape[1],
-                layer.scaling,
-            )
+        linears += (
+            weight.data_ptr(),
+            a.data_ptr(),
+            b.data_ptr(),
+            norms + 4 * column,
+            gs + 4 * column,
+            0 if d_magnitude is None else start + size * places.inner[i],
+            0,
+            0,
+            0,
+            grads[i].data_ptr(),
+            0 if d_b is None else d_b.data_ptr(),
+            0 if d_magnitude is None else d_magnitude.data_ptr(),
+            *b.shape,
+            layer.scaling,
         )
     _native.library.linears_backward(
         None if d_a is None else x,
         linears,
-        kept.h if any(each.b is not None for each in found) else None,
+        places.sizes,
+        made.kept if any(each.b is not None for each in found) else None,
         d_x,
         d_a,
         grads[0],
@@ -332,7 +350,7 @@ def _backward_cpu(
     x: torch.Tensor | None,
     layers: Sequence[Layer],
     places: Places,
-    kept: Forward,
+    made: Forward,
     d_x: torch.Tensor | None,
     d_a: torch.Tensor | None,
     found: Sequence[Gradients],
@@ -343,8 +361,7 @@ def _backward_cpu(
     d_h = grads[0].new_empty(rows, ranks[-1]) if wants_h else None
     last = None
     for i, (layer, grad) in enumerate(zip(layers, grads, strict=True)):
-        column, place = places.columns[i], places.inner[i]
-        norm, g = _scales_of(kept.scales, column, layer).unbind()
+        norm, g = _scales_of(made.scales, places.columns[i], layer).unbind()
         rank = slice(ranks[i], ranks[i + 1])
         _, d_b, d_magnitude = found[i]
         d_inner = None
@@ -353,16 +370,16 @@ def _backward_cpu(
         last = d_inner
         inner = None
         if d_magnitude is not None:
-            assert kept.inner is not None
-            inner = kept.inner[place : place + grad.numel()].view(grad.shape)
+            assert made.kept is not None
+            inner = _inner_of(made.kept, places, i, grad)
         _passes.scale(grad, inner, g, norm, d_inner, d_magnitude)
         if d_h is not None:
             assert d_inner is not None
             part = d_h[:, rank]
             part.addmm_(d_inner, layer.b.to(dtype), beta=0, alpha=layer.scaling)
         if d_b is not None:
-            assert d_inner is not None
-            h = kept.h[:, rank]
+            assert d_inner is not None and made.kept is not None
+            h = places.h_of(made.kept)[:, rank]
             d_b.copy_(h.new_empty(d_b.shape).addmm_(d_inner.t(), h, beta=0, alpha=layer.scaling))
     if d_x is not None:
         assert d_h is not None
@@ -374,7 +391,7 @@ def _backward_cpu(
             d_inner, last = last, None
             if d_inner is None:  # Made again: one at a time takes less memory.
                 d_inner = torch.empty_like(grad)
-                norm, g = _scales_of(kept.scales, column, layer).unbind()
+                norm, g = _scales_of(made.scales, column, layer).unbind()
                 _passes.scale(grad, None, g, norm, d_inner, None)
             d_x.addmm_(d_inner, layer.weight)
     if d_a is not None:

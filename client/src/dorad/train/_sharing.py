@@ -127,8 +127,11 @@ def begin(module: Any, x: torch.Tensor, step: object) -> list[Any]:
     call = _thread.call if _follows(x) else None
     first = None if call is None else call.first()
     if call is None or first is None or first is module or module in _thread.followers:
-        drop()
-        known = _known.setdefault(module, _Known())
+        if _thread.call is not None:
+            drop()
+        known = _known.get(module)
+        if known is None:
+            known = _known[module] = _Known()
         _thread.call = _Call(weakref.ref(x), _version(x), _mode(x), weakref.ref(module), step)
         return known.followers(step)
     if len(_thread.followers) < _MOST_FOLLOWERS:
