@@ -176,7 +176,7 @@ def measured(trained: Trained, names: list[str], repeats: int) -> dict:
     for _ in range(repeats):
         for name in names:
             with trained.configured(name):
-                trained.infer()  # of these classes, for the allocator
+                trained.step()  # as in the middle of a training
                 times[name]["forward"].append(trained.seconds(trained.infer))
                 gradients = trained.seconds(trained.gradients)
                 times[name]["gradients"].append(gradients)
