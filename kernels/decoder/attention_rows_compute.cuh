@@ -207,7 +207,6 @@ struct StageReader {
   int stage = 0;
   uint32_t parity = 0;
   bool is_waiting = true;  // for the kernels before
-  RowHeads<C> heads;       // of the next item, if they are loaded
 
   __device__ void AwaitPrevious() {
     if (is_waiting) WaitForPrevious();

@@ -50,6 +50,14 @@ ENGINE = [
         ("golden/test_invariance.py",),
     ),
     Fault(
+        "samples of one prompt are apart in a step",
+        "server/engine/step_batch.cc",
+        "std::less<>()(x.adapter, y.adapter) : x.pages < y.pages;",
+        "std::less<>()(x.adapter, y.adapter) : false;",
+        "On a GPU steps of many samples of a prompt read its pages for each of them.",
+        ("engine:StepBatchTest.*",),
+    ),
+    Fault(
         "lease kept after a switch of versions",
         "server/engine/request.cc",
         "    sequence->SwitchKeepingKv(adapter);\n  }\n  DropUnusedLeases();\n",
@@ -381,5 +389,21 @@ KERNELS = [
         "/ kPrefillTileRows;",
         "With several adapters in a large step, some get garbage on other GPUs than Hopper.",
         ("emulation_linear_prefill",),
+    ),
+    Fault(
+        "what a row begins with after common pages is left out",
+        "kernels/decoder/attention_rows_compute.cuh",
+        "C::shares && !kShares && info.first >= 0;",
+        "false;",
+        "Samples of one prompt lose their prompt in large steps on a GPU.",
+        ("emulation_attention",),
+    ),
+    Fault(
+        "parts of rows with common pages in one place",
+        "kernels/decoder/attention_rows_parts.cuh",
+        "PartAt<C>(p, info.slot + row * stride, info.head);",
+        "PartAt<C>(p, info.slot, info.head);",
+        "Samples of one prompt get each other's attention in large steps on a GPU.",
+        ("emulation_attention",),
     ),
 ]
