@@ -402,7 +402,7 @@ KERNELS = [
         "parts of rows with common pages in one place",
         "kernels/decoder/attention_rows_parts.cuh",
         "PartAt<C>(p, info.slot + row * stride, info.head);",
-        "PartAt<C>(p, info.slot, info.head);",
+        "PartAt<C>(p, info.slot + stride, info.head);",
         "Samples of one prompt get each other's attention in large steps on a GPU.",
         ("emulation_attention",),
     ),
