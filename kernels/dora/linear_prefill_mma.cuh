@@ -7,8 +7,8 @@
 // another one when all have read it, so that no warp waits for the slowest one at once.
 //
 // First all blocks shrink: panels of rows of A over all of K, summed in pieces as DoraLinear's,
-// into h. Few panels are divided into these pieces: who is the last to have one adds them up. A
-// tile needs h after its part of W, when it has long been there.
+// into h. Few panels are divided into these pieces: the block that ends its piece last adds them
+// up. A tile needs h after its part of W. By then h has long been there.
 #pragma once
 
 #include <cstdint>

@@ -20,8 +20,8 @@ asked for: PEFT's own is the measure for the other.
 
 The goal is a mean difference of at most 7e-4 a step, over all steps of a seed. Every 62 examples
 the model has seen them all, and losses shrink: differences and losses are given by fifths of the
-run as well. One JSON object goes to stdout, or to FILE after every 20 steps of a pair, so that a
-run which is ended early has not been in vain.
+run as well. One JSON object goes to stdout, or to FILE after every 20 steps of a pair: a run that
+ends early leaves its figures.
 """
 # ruff: noqa: E402 - the threads are set before torch is imported
 
