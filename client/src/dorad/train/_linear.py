@@ -10,6 +10,8 @@ input are one call together (`_sharing`).
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -132,7 +134,7 @@ def _are_hooked(*modules: nn.Module) -> bool:
 
 def why_unfit(parts: Parts, device: torch.device, dtype: torch.dtype) -> str | None:
     """The reason why the parts are no one function of an x on `device` in `dtype`, if any."""
-    weight, _, a, b, magnitude, *_ = parts
+    weight, a, b, magnitude = parts.weight, parts.a, parts.b, parts.magnitude
     if not device == weight.device == a.device == b.device == magnitude.device:
         return "it is on several devices"
     if torch.is_autocast_enabled(device.type):
@@ -147,7 +149,7 @@ def why_unfit(parts: Parts, device: torch.device, dtype: torch.dtype) -> str | N
         return "A and B differ in dtype"
     if device.type == "cuda" and a.shape[0] > _native.MOST_RANK:
         return "its rank is too large"
-    if accumulation_dtype(dtype, magnitude.dtype) != accumulation_dtype(dtype):
+    if magnitude.dtype == torch.float64 and dtype != torch.float64:
         return "its magnitude is in fp64"
     return _tiers.why_eager(device, weight.dtype)
 
@@ -208,9 +210,9 @@ def _outputs(group: list[Parts], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _run(
     group: list[Parts], x: torch.Tensor, *, recorded: bool, keep_inner: bool
 ) -> tuple[list[torch.Tensor], torch.Tensor, list[_products.Layer], _products.Forward]:
-    """The y [..., out], x as [rows, in] of y's dtype, the layers, and the products' results."""
+    """The y [..., out], x contiguous and of y's dtype, the layers, and the products' results."""
     layers = [
-        _products.Layer(weight, bias, a.detach(), b.detach(), m.detach().flatten(), scaling)
+        _products.Layer(weight, bias, a.detach(), b.detach(), m.detach(), scaling)
         for weight, bias, a, b, m, _, scaling, _ in group
     ]
     key = _norms.key_of(group, x)
@@ -218,14 +220,15 @@ def _run(
     known = scales is not None
     if scales is None and not all(map(_makes_norm, group, layers)):
         scales = _made_scales(group, layers)
-    *shape, width = x.shape
-    rows = x.reshape(-1, width).to(layers[0].weight.dtype).contiguous()
+    dtype = layers[0].weight.dtype
+    x = (x if x.dtype == dtype else x.to(dtype)).contiguous()
+    *shape, _ = x.shape
     # In their final shapes: a view that a function returns may not be changed in place.
-    ys = [rows.new_empty(*shape, layer.weight.shape[0]) for layer in layers]
-    forward = _products.forward(rows, layers, scales, ys, keep_inner=keep_inner)
+    ys = [x.new_empty(*shape, layer.weight.shape[0]) for layer in layers]
+    forward = _products.forward(x, layers, scales, ys, keep_inner=keep_inner)
     if not known:
         _norms.keep(group, key, forward.scales)
-    return ys, rows, layers, forward
+    return ys, x, layers, forward
 
 
 def _makes_norm(parts: Parts, layer: _products.Layer) -> bool:
@@ -259,13 +262,12 @@ class _DoraLinears(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, group: list[Parts], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         wanted, (for_a, for_b, for_magnitude) = _wanted(ctx.needs_input_grad[2:])
-        ys, rows, layers, (kept, scales) = _run(group, x, recorded=True, keep_inner=for_magnitude)
-        ctx.save_for_backward(rows if for_a else None, kept if for_b or for_magnitude else None)
+        ys, used, layers, (kept, scales) = _run(group, x, recorded=True, keep_inner=for_magnitude)
+        ctx.save_for_backward(used if for_a else None, kept if for_b or for_magnitude else None)
         # Those are there anyway, and checkpointing has some calls of Python for a saved tensor.
         ctx.layers, ctx.versions, ctx.scales = layers, _versions(layers), scales
         ctx.wanted = wanted
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        ctx.magnitude_shapes = [parts.magnitude.shape for parts in group]
         ctx.set_materialize_grads(False)
         return tuple(ys)
 
@@ -296,37 +298,41 @@ def _versions(layers: list[_products.Layer]) -> list[int]:
 
 def _gradients(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """The requested gradients of x, and of a, b and the magnitude of each linear."""
-    rows, kept = ctx.saved_tensors
+    x, kept = ctx.saved_tensors
     layers: list[_products.Layer] = ctx.layers
     if _versions(layers) != ctx.versions:
         raise RuntimeError(
             "a weight of a DoRA linear has been modified by an inplace operation since the forward"
             " whose gradients are computed"
         )
-    shape = ctx.x_shape[:-1]
-    given, wanted = [], ctx.wanted
-    for i, (layer, grad) in enumerate(zip(layers, grads, strict=True)):
-        out = layer.weight.shape[0]
-        if grad is None:  # An output without a gradient has no part in it.
-            grad = layer.weight.new_zeros(*shape, out)
-            wanted = [*wanted[:i], _products.Wanted(False, False, False), *wanted[i + 1 :]]
-        given.append(grad.reshape(-1, out))
+    given, wanted = _completed(ctx.x_shape, grads, layers, ctx.wanted)
     d_x, found = _products.backward(
         given,
-        rows,
+        x,
         layers,
         _products.Forward(kept, ctx.scales),
         ctx.needs_input_grad[0],
         wanted,
     )
-    if d_x is not None:
-        d_x = d_x.view(ctx.x_shape)
-        if d_x.dtype != ctx.x_dtype:
-            d_x = d_x.to(ctx.x_dtype)
-    gradients: list[torch.Tensor | None] = [d_x, None]
-    for shape, (d_a, d_b, d_magnitude) in zip(ctx.magnitude_shapes, found, strict=True):
-        gradients += d_a, d_b, None if d_magnitude is None else d_magnitude.view(shape)
-    return tuple(gradients)
+    if d_x is not None and d_x.dtype != ctx.x_dtype:
+        d_x = d_x.to(ctx.x_dtype)
+    return (d_x, None, *itertools.chain(*found))
+
+
+def _completed(
+    x_shape: torch.Size,
+    grads: Sequence[torch.Tensor | None],
+    layers: Sequence[_products.Layer],
+    wanted: Sequence[_products.Wanted],
+) -> tuple[list[torch.Tensor], list[_products.Wanted]]:
+    """The gradients with zeros for those that are None: such an output has no part in any."""
+    given, rest = [], list(wanted)
+    for i, (layer, grad) in enumerate(zip(layers, grads, strict=True)):
+        if grad is None:
+            grad = layer.weight.new_zeros(*x_shape[:-1], layer.weight.shape[0])
+            rest[i] = _products.Wanted(False, False, False)
+        given.append(grad)
+    return given, rest
 
 
 # The saved tensors have no graph: no second derivative.

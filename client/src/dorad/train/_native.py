@@ -159,7 +159,7 @@ class Library:
         """Fills those of `d_base`, `d_lora` and `d_g` that are not None; `d_g` needs `inner`."""
         out = g.numel()
         rows = grad.numel() // out
-        workspace = _workspace(0 if d_g is None else self._backward_bytes(rows, out), grad.device)
+        workspace = _workspace(0 if d_g is None else self._backward_bytes(rows, out), grad)
         _enqueue(
             self._backward,
             grad.device,
@@ -182,6 +182,7 @@ class Library:
         x: torch.Tensor,
         linears: Sequence[float],
         sizes: Sizes,
+        rows: int,
         h: torch.Tensor,
         epsilon: float,
         factor_dtype: torch.dtype,
@@ -189,15 +190,16 @@ class Library:
     ) -> None:
         """Fills `h` and each linear's inner and y, and with a magnitude's dtype its norm and g.
 
+        `x` is [..., in], of so many rows.
         `linears` has what each struct dorad_linear has, one after the other: addresses, 0 for none;
         sizes. kernels/train/linear.h describes the arguments; biases are in fp32, and a y may be
         its inner.
         """
-        rows, width = x.shape
+        width = x.shape[-1]
         dtype, factors = TYPES[x.dtype], TYPES[factor_dtype]
         makes_norms = magnitude_dtype is not None
         needed = self._forward_workspace(sizes, rows, width, dtype, factors, makes_norms)
-        memory = _workspace(needed, x.device)
+        memory = _workspace(needed, x)
         _enqueue(
             self._linears_forward,
             x.device,
@@ -221,10 +223,11 @@ class Library:
         x: torch.Tensor | None,
         linears: Sequence[float],
         sizes: Sizes,
+        rows: int,
         h: torch.Tensor | None,
         d_x: torch.Tensor | None,
         d_a: torch.Tensor | None,
-        rows_of: torch.Tensor,
+        grad: torch.Tensor,
         epsilon: float,
         width: int,
         factor_dtype: torch.dtype,
@@ -233,15 +236,15 @@ class Library:
     ) -> None:
         """Fills the gradients that are there, of which those of A and B are of `sum_dtype`.
 
-        `linears` is as in `linears_forward`, and `rows_of` is one of the gradients of y.
+        `linears` and `rows` are as in `linears_forward`, and `grad` is one of the gradients of y.
         kernels/train/linear.h describes the arguments and their dependencies.
         """
-        rows, dtype, factors = rows_of.shape[0], TYPES[rows_of.dtype], TYPES[factor_dtype]
+        dtype, factors = TYPES[grad.dtype], TYPES[factor_dtype]
         needed = self._backward_workspace(sizes, rows, width, dtype, factors)
-        memory = _workspace(needed, rows_of.device)
+        memory = _workspace(needed, grad)
         _enqueue(
             self._linears_backward,
-            rows_of.device,
+            grad.device,
             _LINEARS[len(sizes)].pack(*linears),
             len(sizes),
             _pointer(x),
@@ -297,7 +300,7 @@ class Library:
         """
         out, rank = b.shape
         width = a.shape[1]
-        workspace = _workspace(self._norm_bytes(out, width, rank), weight.device)
+        workspace = _workspace(self._norm_bytes(out, width, rank), weight)
         _enqueue(
             self._norm,
             weight.device,
@@ -338,8 +341,8 @@ def _sizes_of(function: Any, arguments: list[Any]) -> Any:
     return size
 
 
-def _workspace(size: int, device: torch.device) -> torch.Tensor | None:
-    return torch.empty(size, dtype=torch.uint8, device=device) if size > 0 else None
+def _workspace(size: int, like: torch.Tensor) -> torch.Tensor | None:
+    return like.new_empty(size, dtype=torch.uint8) if size > 0 else None
 
 
 def _enqueue(

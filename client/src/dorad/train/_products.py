@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ class Layer(NamedTuple):
     b: torch.Tensor
     """[out, rank]."""
     magnitude: torch.Tensor
-    """[out]."""
+    """[out], in any shape with as many elements."""
     scaling: float
 
 
@@ -117,13 +118,12 @@ def forward(
     *,
     keep_inner: bool,
 ) -> Forward:
-    """Fills `ys` [..., out], contiguous, for x [rows, in].
+    """Fills `ys` [..., out], contiguous, for x [..., in].
 
     `scales` has the norms and the g as in `Forward`; None: they are made, only if `makes_norm` of
     every layer.
     """
-    x = x.contiguous()
-    rows = x.shape[0]
+    x, rows = x.contiguous(), _rows(x)
     places = places_of(layers, rows)
     kept = x.new_empty(places.inner[-1 if keep_inner else 0])
     made = scales is None
@@ -133,7 +133,7 @@ def forward(
         if rows:
             _forward_cuda(x, layers, places, scales, made, ys, kept, keep_inner)
         return Forward(kept, scales)
-    h = places.h_of(kept)
+    h, x = places.h_of(kept), _as_rows(x)
     torch.mm(x, _all_a(layers, x.dtype).t(), out=h)
     for i, layer in enumerate(layers):
         y = ys[i].view(rows, layer.weight.shape[0])
@@ -150,6 +150,15 @@ def forward(
             y,
         )
     return Forward(kept, scales)
+
+
+def _rows(x: torch.Tensor) -> int:
+    width = x.shape[-1]
+    return x.numel() // width if width else math.prod(x.shape[:-1])
+
+
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(_rows(x), x.shape[-1])
 
 
 def _inner_of(kept: torch.Tensor, places: Places, i: int, like: torch.Tensor) -> torch.Tensor:
@@ -177,38 +186,50 @@ def _forward_cuda(
         gs = g.data_ptr()
     start, size = kept.data_ptr(), x.element_size()
     alive: list[object] = []  # until the call
-    linears: list[float] = []
+    addresses = []
     for layer, column, place, y in zip(layers, places.columns, places.inner, ys, strict=False):
-        a, b, weight = layer.a.contiguous(), layer.b.contiguous(), layer.weight.contiguous()
         m = layer.magnitude.contiguous() if makes_norms else None
         bias = None if layer.bias is None else layer.bias.to(torch.float32)
-        alive += a, b, weight, m, bias
+        alive += m, bias
         to = y.data_ptr()
-        linears += (
-            weight.data_ptr(),
-            a.data_ptr(),
-            b.data_ptr(),
-            norms + 4 * column,
-            gs + 4 * column,
-            start + size * place if keep_inner else to,
-            0 if m is None else m.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            to,
-            0,
-            0,
-            0,
-            *b.shape,
-            layer.scaling,
+        addresses.append(
+            (
+                norms + 4 * column,
+                gs + 4 * column,
+                start + size * place if keep_inner else to,
+                0 if m is None else m.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                to,
+                0,
+                0,
+                0,
+            )
         )
     _native.library.linears_forward(
         x,
-        linears,
+        _linears(layers, addresses, alive),
         places.sizes,
+        places.rows,
         kept,
         epsilon(x.dtype),
         layers[0].a.dtype,
         layers[0].magnitude.dtype if makes_norms else None,
     )
+
+
+def _linears(
+    layers: Sequence[Layer], addresses: Iterable[tuple[int, ...]], alive: list[object]
+) -> list[float]:
+    """What each layer's struct dorad_linear has: its `addresses` are those from the norm's on.
+
+    What must live until the call is added to `alive`.
+    """
+    linears: list[float] = []
+    for (weight, _, a, b, _, scaling), others in zip(layers, addresses, strict=True):
+        a, b, weight = a.contiguous(), b.contiguous(), weight.contiguous()
+        alive += a, b, weight
+        linears += weight.data_ptr(), a.data_ptr(), b.data_ptr(), *others, *b.shape, scaling
+    return linears
 
 
 def _all_a(layers: Sequence[Layer], dtype: torch.dtype) -> torch.Tensor:
@@ -244,32 +265,36 @@ def backward(
     wants_x: bool,
     wanted: Sequence[Wanted],
 ) -> tuple[torch.Tensor | None, list[Gradients]]:
-    """The gradient of x, and those of the layers that are `wanted`, for `grads` of ys [rows, out].
+    """The gradient of x, and those of the layers that are `wanted`, for `grads` of ys [..., out].
 
-    `x` is needed for those of a, `made.kept` with h for those of b and with inner for those of
-    magnitudes, which are [out]. Sums over rows are made in fp32, in a fixed order. The layers'
-    gradients of a may be parts of one tensor.
+    `x` [..., in] is needed for those of a, `made.kept` with h for those of b and with inner for
+    those of magnitudes. Sums over rows are made in fp32, in a fixed order. The layers' gradients of
+    a may be parts of one tensor.
     """
     grads = [grad.contiguous() for grad in grads]
     first, wants_a = grads[0], any(each.a for each in wanted)
-    rows, dtype, factor_dtype = first.shape[0], first.dtype, layers[0].a.dtype
+    dtype, factor_dtype = first.dtype, layers[0].a.dtype
     width = layers[0].weight.shape[1]
     if first.numel() == 0:
-        d_x = first.new_zeros(rows, width) if wants_x else None
+        d_x = first.new_zeros(*first.shape[:-1], width) if wants_x else None
         return d_x, [_zeros(*pair) for pair in zip(layers, wanted, strict=True)]
     # Sums are in fp32; they are stored so for a wider result, and are rounded once.
     sum_dtype = factor_dtype if factor_dtype in (dtype, torch.float32) else torch.float32
-    places = places_of(layers, rows)
-    ranks = places.ranks
-    d_x = first.new_empty(rows, width) if wants_x else None
-    d_a = first.new_empty(ranks[-1], width, dtype=sum_dtype) if wants_a else None
+    places = places_of(layers, _rows(first))
+    d_x = first.new_empty(*first.shape[:-1], width) if wants_x else None
+    d_a = None
+    parts: Sequence[torch.Tensor | None] = [None] * len(layers)
+    if wants_a:
+        d_a = first.new_empty(places.ranks[-1], width, dtype=sum_dtype)
+        # One part is the whole: a view would cost the host as much as the allocation.
+        parts = [d_a] if len(layers) == 1 else torch.split(d_a, [rank for _, rank in places.sizes])
     found = [
         Gradients(
-            None if d_a is None or not each.a else d_a[ranks[i] : ranks[i + 1]],
+            part if each.a else None,
             first.new_empty(layer.b.shape, dtype=sum_dtype) if each.b else None,
             torch.empty_like(layer.magnitude) if each.magnitude else None,
         )
-        for i, (layer, each) in enumerate(zip(layers, wanted, strict=True))
+        for layer, each, part in zip(layers, wanted, parts, strict=True)
     ]
     x = None if x is None else x.contiguous()
     take = _backward_cuda if first.is_cuda else _backward_cpu
@@ -306,34 +331,33 @@ def _backward_cuda(
         norms = norm.data_ptr()
     start = 0 if made.kept is None else made.kept.data_ptr()
     size = grads[0].element_size()
+    kept: torch.Tensor | None = None
     alive: list[object] = []  # until the call
-    linears: list[float] = []
-    for i, (layer, column) in enumerate(zip(layers, places.columns, strict=False)):
-        a, b, weight = layer.a.contiguous(), layer.b.contiguous(), layer.weight.contiguous()
-        alive += a, b, weight
-        _, d_b, d_magnitude = found[i]
-        sum_dtype = sum_dtype if d_b is None else d_b.dtype
-        linears += (
-            weight.data_ptr(),
-            a.data_ptr(),
-            b.data_ptr(),
-            norms + 4 * column,
-            gs + 4 * column,
-            0 if d_magnitude is None else start + size * places.inner[i],
-            0,
-            0,
-            0,
-            grads[i].data_ptr(),
-            0 if d_b is None else d_b.data_ptr(),
-            0 if d_magnitude is None else d_magnitude.data_ptr(),
-            *b.shape,
-            layer.scaling,
+    addresses = []
+    for grad, column, place, (_, d_b, d_magnitude) in zip(
+        grads, places.columns, places.inner, found, strict=False
+    ):
+        if d_b is not None:
+            kept, sum_dtype = made.kept, d_b.dtype
+        addresses.append(
+            (
+                norms + 4 * column,
+                gs + 4 * column,
+                0 if d_magnitude is None else start + size * place,
+                0,
+                0,
+                0,
+                grad.data_ptr(),
+                0 if d_b is None else d_b.data_ptr(),
+                0 if d_magnitude is None else d_magnitude.data_ptr(),
+            )
         )
     _native.library.linears_backward(
         None if d_a is None else x,
-        linears,
+        _linears(layers, addresses, alive),
         places.sizes,
-        made.kept if any(each.b is not None for each in found) else None,
+        places.rows,
+        kept,
         d_x,
         d_a,
         grads[0],
@@ -355,10 +379,10 @@ def _backward_cpu(
     d_a: torch.Tensor | None,
     found: Sequence[Gradients],
 ) -> None:
-    rows, dtype = grads[0].shape[0], grads[0].dtype
+    grads, dtype = list(map(_as_rows, grads)), grads[0].dtype
     ranks = places.ranks
     wants_h = d_x is not None or d_a is not None
-    d_h = grads[0].new_empty(rows, ranks[-1]) if wants_h else None
+    d_h = grads[0].new_empty(places.rows, ranks[-1]) if wants_h else None
     last = None
     for i, (layer, grad) in enumerate(zip(layers, grads, strict=True)):
         norm, g = _scales_of(made.scales, places.columns[i], layer).unbind()
@@ -372,6 +396,7 @@ def _backward_cpu(
         if d_magnitude is not None:
             assert made.kept is not None
             inner = _inner_of(made.kept, places, i, grad)
+            d_magnitude = d_magnitude.view(-1)
         _passes.scale(grad, inner, g, norm, d_inner, d_magnitude)
         if d_h is not None:
             assert d_inner is not None
@@ -383,6 +408,7 @@ def _backward_cpu(
             d_b.copy_(h.new_empty(d_b.shape).addmm_(d_inner.t(), h, beta=0, alpha=layer.scaling))
     if d_x is not None:
         assert d_h is not None
+        d_x = d_x.view(places.rows, -1)
         # The small part first: added to a rounded product it would be lost.
         torch.mm(d_h, _all_a(layers, dtype), out=d_x)
         for layer, grad, column in zip(
@@ -396,7 +422,7 @@ def _backward_cpu(
             d_x.addmm_(d_inner, layer.weight)
     if d_a is not None:
         assert d_h is not None and x is not None
-        d_a.copy_(d_h.t() @ x)
+        d_a.copy_(d_h.t() @ _as_rows(x))
 
 
 def _zeros(layer: Layer, wanted: Wanted) -> Gradients:

@@ -55,6 +55,7 @@ class _Call(NamedTuple):
     version: int
     mode: tuple[object, ...]
     first: weakref.ref[Any]
+    known: _Known
     step: object
 
 
@@ -108,10 +109,9 @@ def drop() -> None:
     """Forgets the last call, and counts it if one of its outputs was not used."""
     call, has_unused = _thread.call, bool(_thread.outputs)
     _thread.call, _thread.followers, _thread.outputs = None, [], {}
-    first = None if call is None else call.first()
-    if call is None or first is None:
+    if call is None:
         return
-    known = _known[first]
+    known = call.known
     if known.unused < _MOST_UNUSED:
         known.unused = known.unused + 1 if has_unused else 0
         if known.unused == _MOST_UNUSED:
@@ -132,11 +132,13 @@ def begin(module: Any, x: torch.Tensor, step: object) -> list[Any]:
         known = _known.get(module)
         if known is None:
             known = _known[module] = _Known()
-        _thread.call = _Call(weakref.ref(x), _version(x), _mode(x), weakref.ref(module), step)
+        _thread.call = _Call(
+            weakref.ref(x), _version(x), _mode(x), weakref.ref(module), known, step
+        )
         return known.followers(step)
     if len(_thread.followers) < _MOST_FOLLOWERS:
         _thread.followers.append(module)
-        known, found = _known[first], tuple(map(weakref.ref, _thread.followers))
+        known, found = call.known, tuple(map(weakref.ref, _thread.followers))
         if known.unused < _MOST_UNUSED and known.learned[: len(found)] != found:
             known.learn(found, call.step)
     return []
