@@ -121,13 +121,13 @@ cudaError_t DoraLinearSm90(const DoraLinearParams& params, int processors, cudaS
 }
 
 template <typename Isa, int kM>
-cudaError_t DoraLinearMma(const DoraLinearParams& params, int processors, cudaStream_t stream) {
+cudaError_t DoraLinearMma(const DoraLinearParams& params, const LinearPlan& plan, int processors,
+                          cudaStream_t stream) {
   LinearLaunch<Isa> launch = {};
   launch.processors = processors;
   launch.stream = stream;
-  const LinearPlan plan = PlanMmaLinear(params.shape, params.rows, kM, processors);
   // As many as a warp multiplies. The shrink fetches tiles of 64.
-  const int x_rows = RoundUp(params.rows, 16 * Isa::kRowBlocks);
+  const int x_rows = RoundUp(plan.group_rows, 16 * Isa::kRowBlocks);
   DORAD_CUDA_RETURN_IF_ERROR(Prepare(params, plan, /*siblings=*/1, x_rows, &launch));
   return Launch<Isa, kM>(launch);
 }
@@ -148,15 +148,12 @@ cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
   int processors = 0;
   DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&processors));
   if (params.isa == KernelIsa::kSm90) return DoraLinearSm90(params, processors, stream);
-  if (params.rows <= 32) return DoraLinearMma<MmaIsa<2>, 1>(params, processors, stream);
-  switch (BatchTiles(params.rows)) {
-    case 1:
-      return DoraLinearMma<MmaIsa<4>, 1>(params, processors, stream);
-    case 2:
-      return DoraLinearMma<MmaIsa<1, 4, 2>, 2>(params, processors, stream);
-    default:
-      return DoraLinearMma<MmaIsa<1, 4, 2>, 4>(params, processors, stream);
+  const LinearPlan plan = PlanMmaLinear(shape, params.rows, processors);
+  if (plan.group_rows > 64) {
+    return DoraLinearMma<MmaIsa<1, 4, 2>, 2>(params, plan, processors, stream);
   }
+  return plan.group_rows > 32 ? DoraLinearMma<MmaIsa<4>, 1>(params, plan, processors, stream)
+                              : DoraLinearMma<MmaIsa<2>, 1>(params, plan, processors, stream);
 }
 
 }  // namespace dorad::kernels

@@ -10,26 +10,27 @@
 
 namespace dorad::kernels {
 
-// Counters for the blocks of a launch to wait for each other. All are zero between launches.
-struct LinearSignals {
+// Counters for the blocks of a launch, and of a group of rows, to wait for each other. All are zero
+// between launches.
+struct alignas(128) LinearSignals {
   uint32_t shares;  // blocks whose shares of the shrink are done
   uint32_t h;       // blocks that have added up their part of h
   uint32_t left;    // warps that no longer need the two above
 };
-static_assert(sizeof(LinearSignals) <= kDoraLinearSignalBytes);
+static_assert(kLinearMostRowGroups * sizeof(LinearSignals) <= kDoraLinearSignalBytes);
 
 struct LinearArgs {
   DoraLinearParams p;
   LinearPlan plan;
   int32_t part_begin[kDoraLinearMaxParts + 1];  // in rows of W
-  int32_t x_rows;                               // of the batch, padded, in a stage
-  int32_t siblings;  // blocks of a cluster that share x: panels next to each other
-  int32_t stages;    // of the ring
-  int32_t flight;    // stages of weights in flight at once
-  int32_t ldh;       // max_rank, rounded up to 8
-  LinearSignals* signals;
-  float* shares;     // [parts, rows, kLinearSlices, ldh]; sums of A x over a slice of K
-  __nv_bfloat16* h;  // [parts, rows, ldh]; of a row, its own adapter's s·(A x)
+  int32_t x_rows;                               // of a block's batch, padded, in a stage
+  int32_t siblings;        // blocks of a cluster that share x: panels next to each other
+  int32_t stages;          // of the ring
+  int32_t flight;          // stages of weights in flight at once
+  int32_t ldh;             // max_rank, rounded up to 8
+  LinearSignals* signals;  // of each group
+  float* shares;           // [parts, rows, kLinearSlices, ldh]; sums of A x over a slice of K
+  __nv_bfloat16* h;        // [parts, rows, ldh]; of a row, its own adapter's s·(A x)
 };
 
 }  // namespace dorad::kernels

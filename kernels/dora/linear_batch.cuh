@@ -30,6 +30,7 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
   using Block::kTileBytes;
   using Block::lane_;
   using Block::ring_;
+  using Block::rows_;
   using Block::shared_;
   using Block::sibling_;
   using Block::split_;
@@ -44,6 +45,8 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
   // min(64, x_rows).
   __device__ void Produce(const typename Isa::Matrix* x_map, const typename Isa::Matrix* x_tile_map,
                           int producer) {
+    const auto own_x = OwnRows(x_map);
+    const auto own_x_tile = OwnRows(x_tile_map);
     WaitForPrevious();
     // A stage of x: the first warps'.
     const auto produce = [&](uint32_t bytes, auto copy) {
@@ -69,7 +72,7 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
 #pragma unroll 1
               for (int tile = group.first_tile; tile <= group.last_tile; ++tile) {
                 Isa::Fetch(ring_.batch() + i * x_bytes_ + tile * kTileBytes,
-                           Isa::RowsOf(x_tile_map, tile * 64, min(64, args_.x_rows), producer,
+                           Isa::RowsOf(own_x_tile, tile * 64, min(64, args_.x_rows), producer,
                                        Config::kXWarps),
                            (chunk + i) * kLinearStageK, ring_.batch_full());
               }
@@ -85,7 +88,7 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
       blocks |= 1 << (i << args_.plan.log_splits | split_);
     }
     const typename Isa::Rows x_rows =
-        Isa::RowsOf(x_map, 0, args_.x_rows, producer, Config::kXWarps);
+        Isa::RowsOf(own_x, 0, args_.x_rows, producer, Config::kXWarps);
     const auto produce_x = [&](int begin, int end) {
       ForEachStage(begin, end, [&](int chunk, int count) {
         produce(count * x_bytes_, [&] {
@@ -162,6 +165,18 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
   }
 
  private:
+  // The block's rows of x.
+  __device__ auto OwnRows(const typename Isa::Matrix* x) const {
+    if constexpr (Isa::kHasCopyEngine) {
+      return x;
+    } else {
+      typename Isa::Matrix own = *x;
+      own.data += static_cast<int64_t>(rows_.first) * own.ld;
+      own.rows = rows_.count;
+      return own;
+    }
+  }
+
   // One warp makes the copy engine read the maps of B anew, once for all panels.
   __device__ void AcquireRankMaps() const {
     WaitForTables();
@@ -189,30 +204,31 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
     const bool leads = adder == 0 && lane_ == 0;
     if (leads) {
       BarrierWait(SharedAddress(&shared_.share), 0);
-      SignalRelease(&args_.signals->shares);
-      SpinUntil(&args_.signals->shares, gridDim.x);
+      SignalRelease(&SignalsOf<Isa>(args_)->shares);
+      SpinUntil(&SignalsOf<Isa>(args_)->shares, gridDim.x);
     }
     NamedBarrier(3, 32 * kAdders);
     // A few sums are spread over multiprocessors.
-    AddShares<Config::kAddAtOnce>(args_, tables_, static_cast<int>(adder * gridDim.x + blockIdx.x),
+    AddShares<Config::kAddAtOnce>(args_, tables_, rows_,
+                                  static_cast<int>(adder * gridDim.x + blockIdx.x),
                                   static_cast<int>(gridDim.x) * kAdders);
     NamedBarrier(3, 32 * kAdders);
-    if (leads) SignalRelease(&args_.signals->h);
+    if (leads) SignalRelease(&SignalsOf<Isa>(args_)->h);
   }
 
   // All producers of the batch, before a panel's first stage of h: until all of h is there, and the
   // one who fetches x has come this far. The others waited for no stage since, and a barrier tells
   // the last two phases apart only.
   __device__ void MeetForH(int producer) const {
-    if (producer == Config::kXWarps && lane_ == 0) SpinUntil(&args_.signals->h, gridDim.x);
+    if (producer == Config::kXWarps && lane_ == 0) SpinUntil(&SignalsOf<Isa>(args_)->h, gridDim.x);
     NamedBarrier(4, 32 * Config::kBatchWarps);
   }
 
   // The thread that waits for signals, when it needs none any more: the last block leaves them as
   // it found them.
   __device__ void Leave() const {
-    if (atomicAdd(&args_.signals->left, 1) == gridDim.x - 1) {
-      *args_.signals = LinearSignals();
+    if (atomicAdd(&SignalsOf<Isa>(args_)->left, 1) == gridDim.x - 1) {
+      *SignalsOf<Isa>(args_) = LinearSignals();
     }
   }
 
@@ -249,7 +265,9 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
     const int begin = tables_.begin[column.segment];
     const int row = BeginOf(tables_, at) / 64 * 64 + lane_ / 8;
     return {tile + row * 128 + ((lane_ ^ row) % 8 << 4),
-            args_.h + (static_cast<int64_t>(at.part) * args_.p.rows + row) * args_.ldh + column.k,
+            args_.h +
+                (static_cast<int64_t>(at.part) * args_.p.rows + rows_.first + row) * args_.ldh +
+                column.k,
             4 * static_cast<int64_t>(args_.ldh),
             row,
             min((EndOf(tables_, at) + 63) / 64 * 64, args_.x_rows),

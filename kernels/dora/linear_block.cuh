@@ -17,11 +17,12 @@ namespace dorad::kernels {
 // there may be adapters.
 template <typename Isa, int kM, int kPanel, bool kAdapted>
 struct ProjectConfig {
-  // Groups of warps that compute. Their threads read a segment each.
+  // Groups of warps that compute. Their threads read the segments, of up to 256 rows.
   static constexpr int kGroups = Isa::kGroupWarps < 4 ? kM : kM == 1 ? 1 : 2;
   static constexpr int kTiles = kM / kGroups;  // of each
   static constexpr int kConsumerWarps = Isa::kGroupWarps * kGroups;
   static_assert(32 * kConsumerWarps >= 64 * kM);
+  static constexpr int kSegments = !Isa::kHasClusters && kM == 2 ? 2 : 1;  // of each thread
   // As many as leave consumers their registers.
   static constexpr int kBatchWarps =
       kM < (Isa::kMovesRegisters ? 4 : 2) && kAdapted ? 8 - Isa::kFetchWarps : 3;
@@ -91,7 +92,8 @@ class ProjectBlock {
       : args_(args),
         shared_(shared),
         tables_(shared.tables),
-        finish_(args, shared.tables, shared.finish),
+        rows_(RowsOfBlock<Isa>(args)),
+        finish_(args, rows_, shared.tables, shared.finish),
         x_bytes_(args.x_rows * 2 * kLinearStageK),
         ring_(shared.ring, dynamic, args.stages, Config::kWeightBytes,
               Config::kWeightBytes + Config::kStageChunks * x_bytes_),
@@ -209,6 +211,7 @@ class ProjectBlock {
   const LinearArgs& args_;
   Shared& shared_;
   const LinearTables& tables_;
+  const BlockRows rows_;
   const Finish finish_;
   const int x_bytes_;  // of a chunk
   LinearRing ring_;

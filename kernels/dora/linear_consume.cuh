@@ -29,6 +29,7 @@ class ProjectConsumers : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
   using Block::kTileBytes;
   using Block::lane_;
   using Block::ring_;
+  using Block::rows_;
   using Block::shared_;
   using Block::split_;
   using Block::tables_;
@@ -42,7 +43,7 @@ class ProjectConsumers : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
   __device__ void Consume() {
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
     const int first_tile = warp / Isa::kGroupWarps * Config::kTiles;
-    const int tiles = (args_.p.rows + 63) / 64;
+    const int tiles = (rows_.count + 63) / 64;
     if constexpr (Config::kLeadStages == 0) {
       WaitForTables();
       if (HasShares()) MultiplyShare(first_tile, warp);
@@ -122,7 +123,7 @@ class ProjectConsumers : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
   // Whether this warp has no rows of a tile, where warps multiply by themselves.
   __device__ bool IsIdle(int tile) const {
     if constexpr (Isa::kHasCopyEngine) return false;
-    return 64 * tile + FirstRow(static_cast<int>(threadIdx.x / 32)) >= args_.p.rows;
+    return 64 * tile + FirstRow(static_cast<int>(threadIdx.x / 32)) >= rows_.count;
   }
 
   // Gives a stage back, to all who fetch into it. One warp.
@@ -182,11 +183,13 @@ class ProjectConsumers : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
         for (int i = 0; i < kBoxes; ++i) {
           if (i >= group.boxes) break;
           if constexpr (Isa::kRowBlocks == 1) {
-            StoreShare<kBlocks>(args_, tables_, sums[tile], kBoxBlocks * i - kBlocks * part,
+            StoreShare<kBlocks>(args_, tables_, rows_.first, sums[tile],
+                                kBoxBlocks * i - kBlocks * part,
                                 64 * (first_tile + tile) + FirstRow(warp), group.box[i]);
           } else {
             ForEachBlock<kBoxes * kLinearBoxRows>(sums[tile], [&](int first, const auto& values) {
-              StoreShare<kBlocks>(args_, tables_, values, kBoxBlocks * i - kBlocks * part,
+              StoreShare<kBlocks>(args_, tables_, rows_.first, values,
+                                  kBoxBlocks * i - kBlocks * part,
                                   64 * (first_tile + tile) + FirstRow(warp) + first, group.box[i]);
             });
           }

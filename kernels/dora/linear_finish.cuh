@@ -27,8 +27,9 @@ class LinearFinish {
     alignas(16) uint8_t turn[kConsumerWarps][16 * kTurnBytes];
   };
 
-  __device__ LinearFinish(const LinearArgs& args, const LinearTables& tables, Shared& shared)
-      : args_(args), tables_(tables), shared_(shared) {}
+  __device__ LinearFinish(const LinearArgs& args, const BlockRows& rows, const LinearTables& tables,
+                          Shared& shared)
+      : args_(args), rows_(rows), tables_(tables), shared_(shared) {}
 
   // Thread `thread` of `threads`: stores the bias, and g of the first segments, of the panel at
   // `row`. Read them after a barrier.
@@ -58,7 +59,7 @@ class LinearFinish {
   __device__ void Rows(const float (&d)[kColumns / 2], int batch_row, int row, int first_column,
                        int warp) const {
     constexpr int kWidth = kColumns % kTurnColumns == 0 ? kTurnColumns : 16;  // at a time
-    const int rows = args_.p.rows;
+    const int rows = rows_.count;
     const int lane = static_cast<int>(threadIdx.x % 32);
     if (batch_row >= rows) return;
     const uint32_t sums = SharedAddress(shared_.turn[warp]);
@@ -141,7 +142,7 @@ class LinearFinish {
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) y[i] = fmaf(g[i], y[i], bias[i]);
-    const int64_t at = static_cast<int64_t>(t) * out + n;
+    const int64_t at = static_cast<int64_t>(rows_.first + t) * out + n;
     if (out % 8 != 0 || n + 8 > out) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -179,6 +180,7 @@ class LinearFinish {
   }
 
   const LinearArgs& args_;
+  const BlockRows rows_;
   const LinearTables& tables_;
   Shared& shared_;
 };

@@ -102,17 +102,20 @@ cudaError_t LaunchProjectPanel(const LinearLaunch<Isa>& launch) {
   const int cluster = args.siblings * args.plan.splits;
   const int groups = CeilDiv(args.plan.panels, args.siblings);
   // With splits each block has one panel; else blocks take several.
+  const int processors = launch.processors / args.plan.row_groups;
   int clusters =
-      args.plan.splits > 1 ? groups : std::min(groups, std::max(launch.processors / cluster, 1));
+      args.plan.splits > 1 ? groups : std::min(groups, std::max(processors / cluster, 1));
   if constexpr (kAdapted) {
     // Whole teams for the shrink.
-    const int teams = std::max(launch.processors / kLinearSlices, 1);
+    const int teams = std::max(processors / kLinearSlices, 1);
     clusters = std::max(clusters, teams * kLinearSlices / cluster);
-    DORAD_CUDA_RETURN_IF_ERROR((CheckRunAtOnce<Isa, kM, kPanel>(cluster, clusters)));
+    DORAD_CUDA_RETURN_IF_ERROR(
+        (CheckRunAtOnce<Isa, kM, kPanel>(cluster, clusters * args.plan.row_groups)));
   }
   return LaunchEarlyInClusters(ProjectKernel<Isa, kM, kPanel, kAdapted>, cluster,
-                               clusters * cluster, Config::kThreads, fit.dynamic_bytes,
-                               launch.stream, launch.w_map, launch.x_map, launch.x_tile_map, args);
+                               dim3(clusters * cluster, args.plan.row_groups), Config::kThreads,
+                               fit.dynamic_bytes, launch.stream, launch.w_map, launch.x_map,
+                               launch.x_tile_map, args);
 }
 
 template <typename Isa, int kM, bool kAdapted>

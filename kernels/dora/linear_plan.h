@@ -2,6 +2,7 @@
 // module's shape and the device alone, and so does the order of every sum.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -12,6 +13,7 @@ namespace dorad::kernels {
 inline constexpr int kLinearStageK = 64;   // one stage of a ring: 64 elements of K
 inline constexpr int kLinearBoxRows = 32;  // of A and B, fetched at once
 inline constexpr int kLinearSlices = 8;    // of K in the shrink: the blocks of a team
+inline constexpr int kLinearMostRowGroups = 2;
 
 struct LinearPlan {
   int panel_rows = 64;  // rows of W that a block computes at once: 32, 64, 96, 128 or 192
@@ -20,6 +22,9 @@ struct LinearPlan {
   int panels = 0;    // of all of W
   int chunks = 0;    // stages of K
   int a_chunks = 0;  // of a slice of the shrink; the last slices may have fewer, or none
+  // Of MmaIsa: the batch is divided into groups of rows, and blocks have one of them.
+  int row_groups = 1;
+  int group_rows = 0;
 };
 
 // For the host and, as they are constexpr, for device code.
@@ -68,32 +73,33 @@ inline LinearPlan PlanLinear(const DoraLinearShape& shape, int processors) {
 // Whether kernels of MmaIsa are built for panels of that size, with `tiles` of 64 rows of the
 // batch. Wide panels fetch the batch less often; two stages of panel and batch have to fit.
 inline constexpr bool IsMmaPanel(int tiles, int panel_rows) {
-  switch (tiles) {
-    case 1:
-      return panel_rows == 32 || panel_rows == 64;
-    case 2:
-      return panel_rows == 64 || panel_rows == 128 || panel_rows == 192;
-    default:
-      return panel_rows == 32;
-  }
+  return tiles == 1 ? panel_rows == 32 || panel_rows == 64
+                    : tiles == 2 && (panel_rows == 64 || panel_rows == 128 || panel_rows == 192);
 }
 
-// The same for MmaIsa: nothing but its a_chunks changes the order of a sum, so that panels may
-// depend on the batch.
-inline LinearPlan PlanMmaLinear(const DoraLinearShape& shape, int rows, int tiles, int processors) {
+// The same for MmaIsa: nothing but its a_chunks changes the order of a sum, so that panels and
+// groups may depend on the batch. A block has at most 128 rows of it.
+inline LinearPlan PlanMmaLinear(const DoraLinearShape& shape, int rows, int processors) {
   const int out = OutFeatures(shape);
   LinearPlan plan;
   plan.chunks = CeilDiv(shape.in, kLinearStageK);
   plan.a_chunks = CeilDiv(plan.chunks, kLinearSlices);
   int best = INT32_MAX;
-  for (const int panel_rows : {192, 128, 64, 32}) {
-    if (!IsMmaPanel(tiles, panel_rows)) continue;
-    const int panels = CeilDiv(out, panel_rows);
-    const int cost = CeilDiv(panels, processors) * (panel_rows + rows);
-    if (cost < best) {
-      best = cost;
-      plan.panel_rows = panel_rows;
-      plan.panels = panels;
+  for (int groups = CeilDiv(rows, 128); groups <= (rows > 64 ? kLinearMostRowGroups : 1);
+       ++groups) {
+    const int group_rows = groups == 1 ? rows : RoundUp(CeilDiv(rows, groups), 16);
+    for (const int panel_rows : {192, 128, 64, 32}) {
+      if (!IsMmaPanel(group_rows <= 64 ? 1 : 2, panel_rows)) continue;
+      const int panels = CeilDiv(out, panel_rows);
+      const int waves = CeilDiv(panels, std::max(processors / groups, 1));
+      const int cost = waves * (panel_rows + group_rows);
+      if (cost < best) {
+        best = cost;
+        plan.panel_rows = panel_rows;
+        plan.panels = panels;
+        plan.row_groups = groups;
+        plan.group_rows = group_rows;
+      }
     }
   }
   return plan;

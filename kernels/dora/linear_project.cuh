@@ -11,6 +11,9 @@
 // which the block multiplies and stores in device memory; while it continues with W, the shares of
 // all blocks are added up: linear_shrink.cuh.
 //
+// Of MmaIsa the blocks of a group of rows of the batch, blockIdx.y, do all this for its rows, apart
+// from those of other groups.
+//
 // A cluster is the splits of a panel, whose sums are added, and siblings: adjacent panels, which
 // fetch x together, each a share of the rows for all.
 //
@@ -60,12 +63,14 @@ __device__ void RunProject(const typename Isa::Matrix* w_map, const typename Isa
     if constexpr (Isa::kHasCopyEngine) {
       if (threadIdx.x == 0) PrefetchTensorMap(x_map);
     }
-    LinearSegment segment;
-    if (kAdapted && is_consumer) segment = LoadSegment(args);
+    LinearSegments<Config::kSegments, 32 * Config::kConsumerWarps> segments;
+    if (kAdapted && is_consumer) {
+      segments = LoadSegments<Config::kSegments, 32 * Config::kConsumerWarps>(args);
+    }
     NamedBarrier(1, Config::kThreads);  // the barriers are initialised
     if (is_cluster) ClusterArrive();
     if (kAdapted && is_consumer) {
-      FillTables(args, shared.tables, segment);
+      FillTables(args, shared.tables, RowsOfBlock<Isa>(args), segments);
       NamedBarrier(2, 32 * Config::kConsumerWarps);
       if (warp == 0) {
         NumberBoxes(args, shared.tables);

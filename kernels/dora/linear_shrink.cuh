@@ -46,7 +46,7 @@ __device__ inline void ForEachGroup(const LinearArgs& args, const LinearTables& 
   }
 }
 
-// A slice's sums of a row of the batch.
+// A slice's sums of a row of the batch, by its number in all of it.
 __device__ inline float* ShareOf(const LinearArgs& args, int part, int row, int slice) {
   const int64_t line = static_cast<int64_t>(part) * args.p.rows + row;
   return args.shares + (line * kLinearSlices + slice) * args.ldh;
@@ -56,7 +56,7 @@ __device__ inline float* ShareOf(const LinearArgs& args, int part, int row, int 
 // blocks of 8 columns in the tensor cores' layout: the box's are those from `first` on, as far as
 // they are the warp's.
 template <int kBlocks>
-__device__ inline void StoreShare(const LinearArgs& args, const LinearTables& tables,
+__device__ inline void StoreShare(const LinearArgs& args, const LinearTables& tables, int first_row,
                                   const float (&sums)[4 * kBlocks], int first, int batch_row,
                                   const LinearBox& box) {
   const int segment = box.segment;
@@ -65,7 +65,7 @@ __device__ inline void StoreShare(const LinearArgs& args, const LinearTables& ta
   for (int j = 0; j < 2; ++j) {
     const int row = batch_row + lane / 4 + 8 * j;
     if (row < tables.begin[segment] || row >= tables.end[segment]) continue;
-    float* to = ShareOf(args, box.part, row, blockIdx.x % kLinearSlices);
+    float* to = ShareOf(args, box.part, first_row + row, blockIdx.x % kLinearSlices);
 #pragma unroll
     for (int i = 0; i < kLinearBoxRows / 8; ++i) {
       const int column = box.row + 8 * i + 2 * (lane % 4);
@@ -80,10 +80,10 @@ __device__ inline void StoreShare(const LinearArgs& args, const LinearTables& ta
 // Adds up this warp's part of h, kAtOnce slices at once: each round costs a round trip to L2.
 // `warp` of `warps` of all blocks; all shares are done.
 template <int kAtOnce>
-__device__ inline void AddShares(const LinearArgs& args, const LinearTables& tables, int warp,
-                                 int warps) {
+__device__ inline void AddShares(const LinearArgs& args, const LinearTables& tables,
+                                 const BlockRows& own, int warp, int warps) {
   constexpr int kColumns = 4 * 32;  // of one row of the batch
-  const int rows = args.p.rows;
+  const int rows = own.count;
   const int columns = tables.most_boxes * kLinearBoxRows;
   int row = warp;  // no division: it would take as long as the sums
 #pragma unroll 1
@@ -103,8 +103,8 @@ __device__ inline void AddShares(const LinearArgs& args, const LinearTables& tab
           float4 values[kAtOnce];
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i) {
-            values[i] = __ldcg(
-                reinterpret_cast<const float4*>(ShareOf(args, part, row, slice + i) + column));
+            values[i] = __ldcg(reinterpret_cast<const float4*>(
+                ShareOf(args, part, own.first + row, slice + i) + column));
           }
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i) {
@@ -115,7 +115,8 @@ __device__ inline void AddShares(const LinearArgs& args, const LinearTables& tab
           }
         }
         auto* h = reinterpret_cast<__nv_bfloat162*>(
-            args.h + (static_cast<int64_t>(part) * rows + row) * args.ldh + column);
+            args.h + (static_cast<int64_t>(part) * args.p.rows + own.first + row) * args.ldh +
+            column);
         h[0] = __floats2bfloat162_rn(scale * sum.x, scale * sum.y);
         h[1] = __floats2bfloat162_rn(scale * sum.z, scale * sum.w);
       }

@@ -36,6 +36,27 @@ struct LinearTables {
   static constexpr int kMostTogether = 4;
 };
 
+// Rows of the batch that a block has: those of its group, which is blockIdx.y. Blocks of a group
+// number them, and themselves, as if there were no other one.
+struct BlockRows {
+  int first;
+  int count;
+};
+template <typename Isa>
+__device__ inline BlockRows RowsOfBlock(const LinearArgs& args) {
+  if constexpr (Isa::kHasClusters) {
+    return {0, args.p.rows};
+  } else {
+    const int first = static_cast<int>(blockIdx.y) * args.plan.group_rows;
+    return {first, min(args.plan.group_rows, args.p.rows - first)};
+  }
+}
+template <typename Isa>
+__device__ inline LinearSignals* SignalsOf(const LinearArgs& args) {
+  if constexpr (Isa::kHasClusters) return args.signals;
+  return args.signals + blockIdx.y;
+}
+
 __device__ inline int64_t ModuleIndex(const LinearArgs& args, int slot, int part) {
   return static_cast<int64_t>(slot) * args.p.table.modules + args.p.first_module + part;
 }
@@ -68,32 +89,33 @@ __device__ inline auto MatrixOfB(const LinearArgs& args, int slot, int part) {
   }
 }
 
-// The first loads of a thread of FillTables: its segment and the number of segments.
-struct LinearSegment {
-  RowSegment segment = {-1, 0, 0};
-  int count = 0;
+// The first loads of a thread of FillTables: its segments, kStep apart, and their number.
+template <int kEach, int kStep>
+struct LinearSegments {
+  RowSegment segment[kEach];
+  int count;
 };
 
-__device__ inline LinearSegment LoadSegment(const LinearArgs& args) {
-  LinearSegment loaded;
+template <int kEach, int kStep>
+__device__ inline LinearSegments<kEach, kStep> LoadSegments(const LinearArgs& args) {
+  LinearSegments<kEach, kStep> loaded;
   // Loaded before the number of segments is known, to save a wait.
-  if (threadIdx.x < args.p.rows) loaded.segment = args.p.segments[threadIdx.x];
+#pragma unroll
+  for (int each = 0; each < kEach; ++each) {
+    const int i = static_cast<int>(threadIdx.x) + each * kStep;
+    loaded.segment[each] = i < args.p.rows ? args.p.segments[i] : RowSegment{-1, 0, 0};
+  }
   loaded.count = *args.p.num_segments;
   return loaded;
 }
 
-// For the first warps of a block, at least one thread for each row of the batch. NumberBoxes fills
-// in the boxes.
-__device__ inline void FillTables(const LinearArgs& args, LinearTables& tables,
-                                  const LinearSegment& loaded) {
-  const int rows = args.p.rows;
-  const RowSegment& segment = loaded.segment;
-  const int count = max(min(loaded.count, rows), 1);
-  if (threadIdx.x == 0) tables.segments = count;
-  const int i = static_cast<int>(threadIdx.x);
+// A segment of the batch as a block has it. Those before its rows, and those after them, are empty.
+__device__ inline void FillSegment(const LinearArgs& args, LinearTables& tables,
+                                   const BlockRows& rows, int count, int i,
+                                   const RowSegment& segment) {
   if (i < RoundUp(count, LinearTables::kMostTogether)) {
-    const int begin = max(segment.begin, 0);
-    const int end = min(segment.end, rows);
+    const int begin = max(segment.begin - rows.first, 0);
+    const int end = min(segment.end - rows.first, rows.count);
     tables.slot[i] = segment.slot;
     tables.begin[i] = static_cast<int16_t>(begin);
     tables.end[i] = static_cast<int16_t>(end);
@@ -109,6 +131,20 @@ __device__ inline void FillTables(const LinearArgs& args, LinearTables& tables,
     for (int part = 0; part < kDoraLinearMaxParts; ++part) {
       tables.rank[part][i] = static_cast<int16_t>((rank[part] + 7) / 8 * 8);
     }
+  }
+}
+
+// For the first kStep threads of a block. NumberBoxes fills in the boxes.
+template <int kEach, int kStep>
+__device__ inline void FillTables(const LinearArgs& args, LinearTables& tables,
+                                  const BlockRows& rows,
+                                  const LinearSegments<kEach, kStep>& loaded) {
+  const int count = max(min(loaded.count, args.p.rows), 1);
+  if (threadIdx.x == 0) tables.segments = count;
+#pragma unroll
+  for (int each = 0; each < kEach; ++each) {
+    FillSegment(args, tables, rows, count, static_cast<int>(threadIdx.x) + each * kStep,
+                loaded.segment[each]);
   }
 }
 

@@ -29,9 +29,10 @@ Barrier& Block::BarrierAt(uint32_t address) {
 }
 
 Grid::Grid(int blocks, int threads, int cluster, uint32_t shared_bytes,
-           std::function<bool()> may_follow, std::function<void()> body)
+           std::function<bool()> may_follow, std::function<void()> body, int lines)
     : may_follow_(std::move(may_follow)),
       body_(std::move(body)),
+      columns_(blocks / lines),
       blocks_(blocks),
       clusters_(blocks / cluster),
       meetings_(blocks / cluster),

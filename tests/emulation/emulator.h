@@ -111,12 +111,13 @@ struct Thread {
 class Grid {
  public:
   // shared_bytes: of a block, static and dynamic. may_follow: whether the launches before it are
-  // complete. body: the kernel, once a thread.
+  // complete. body: the kernel, once a thread. lines: of the grid, with `blocks` in all.
   Grid(int blocks, int threads, int cluster, uint32_t shared_bytes,
-       std::function<bool()> may_follow, std::function<void()> body);
+       std::function<bool()> may_follow, std::function<void()> body, int lines = 1);
   bool done() const { return left_ == 0; }
   bool CanFollow() const { return may_follow_(); }
-  int blocks() const { return static_cast<int>(blocks_.size()); }
+  int columns() const { return columns_; }
+  int lines() const { return static_cast<int>(blocks_.size()) / columns_; }
 
  private:
   friend class Emulator;
@@ -124,6 +125,7 @@ class Grid {
 
   std::function<bool()> may_follow_;
   std::function<void()> body_;
+  int columns_;
   std::vector<Block> blocks_;
   std::vector<std::vector<Block*>> clusters_;
   std::vector<Meeting> meetings_;
@@ -205,15 +207,21 @@ struct Index {
   unsigned x;
   unsigned y = 0;
 };
+inline Index IndexOf(const Block& block) {
+  const int columns = block.grid->columns();
+  return {static_cast<unsigned>(block.index % columns),
+          static_cast<unsigned>(block.index / columns)};
+}
+inline Index SizeOf(const Grid& grid) {
+  return {static_cast<unsigned>(grid.columns()), static_cast<unsigned>(grid.lines())};
+}
 
 }  // namespace dorad::emulation
 
 // What device code finds in the language.
 #define threadIdx (dorad::emulation::Index{dorad::emulation::Emulator::Get().thread().index})
-#define blockIdx \
-  (dorad::emulation::Index{static_cast<unsigned>(dorad::emulation::ThisBlock().index)})
-#define gridDim \
-  (dorad::emulation::Index{static_cast<unsigned>(dorad::emulation::ThisBlock().grid->blocks())})
+#define blockIdx (dorad::emulation::IndexOf(dorad::emulation::ThisBlock()))
+#define gridDim (dorad::emulation::SizeOf(*dorad::emulation::ThisBlock().grid))
 
 template <typename T>
 T __shfl_sync(unsigned, T value, int lane) {

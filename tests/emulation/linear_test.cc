@@ -39,7 +39,6 @@ class Layer : public RandomLayer {
   std::vector<float> Run(const std::vector<RowSegment>& segments, bool y_fp32,
                          bool may_adapt = true) {
     const int rows = segments.back().end;
-    const int tiles = rows <= 64 ? 1 : rows <= 128 ? 2 : 4;
     std::vector<float> y(size_t{1} * rows * out_, NAN);
     std::vector<__nv_bfloat16> rounded(y.size());
     LinearArgs args = Args(segments);
@@ -51,14 +50,14 @@ class Layer : public RandomLayer {
     std::vector<float> shares(h.size() * kLinearSlices, NAN);
     args.h = h.data();
     args.shares = shares.data();
-    if (tiles == 1) {
-      RunTiles<1>(args);
-    } else if (tiles == 2) {
-      RunTiles<2>(args);
+    if (isa_ == KernelIsa::kSm90) {
+      RunSm90(args);
     } else {
-      RunTiles<4>(args);
+      RunMma(args);
     }
-    EXPECT_EQ(signals_.shares | signals_.h | signals_.left, 0u);
+    for (const LinearSignals& signals : signals_) {
+      EXPECT_EQ(signals.shares | signals.h | signals.left, 0u);
+    }
     if (!y_fp32) std::transform(rounded.begin(), rounded.end(), y.begin(), __bfloat162float);
     return y;
   }
@@ -120,24 +119,28 @@ class Layer : public RandomLayer {
           args.part_begin[part] + (part < case_.shape.parts ? case_.shape.out[part] : 0);
     }
     args.ldh = RoundUp(max_rank_, 8);
-    args.signals = &signals_;
+    args.signals = signals_;
     return args;
   }
 
-  template <int kM>
-  void RunTiles(LinearArgs args) {
-    if (isa_ == KernelIsa::kSm90) {
-      args.siblings = args.plan.splits == 1 && kM > 1 ? 2 : 1;
-      args.x_rows = RoundUp(args.p.rows, kM == 1 ? 8 : 64);
-      return RunWidths<Sm90Isa, kM>(args);
-    }
-    // As DoraLinear does it.
+  void RunSm90(LinearArgs args) {
+    const int tiles = args.p.rows <= 64 ? 1 : args.p.rows <= 128 ? 2 : 4;
+    args.siblings = args.plan.splits == 1 && tiles > 1 ? 2 : 1;
+    args.x_rows = RoundUp(args.p.rows, tiles == 1 ? 8 : 64);
+    if (tiles == 1) return RunWidths<Sm90Isa, 1>(args);
+    if (tiles == 2) return RunWidths<Sm90Isa, 2>(args);
+    RunWidths<Sm90Isa, 4>(args);
+  }
+
+  // As DoraLinear does it.
+  void RunMma(LinearArgs args) {
     args.siblings = 1;
-    args.plan = PlanMmaLinear(case_.shape, args.p.rows, kM, case_.cut.teams * kLinearSlices + 2);
-    using Isa = std::conditional_t<kM == 1, MmaIsa<4>, MmaIsa<1, 4, 2>>;
-    args.x_rows = RoundUp(args.p.rows, 16 * Isa::kRowBlocks);
-    if (args.p.rows <= 32) return RunWidths<MmaIsa<2>, 1>(args);
-    RunWidths<Isa, kM>(args);
+    args.plan = PlanMmaLinear(case_.shape, args.p.rows, 2 * (case_.cut.teams * kLinearSlices + 2));
+    const int rows = args.plan.group_rows;
+    args.x_rows = RoundUp(rows, rows > 64 ? 64 : 16);
+    if (rows > 64) return RunWidths<MmaIsa<1, 4, 2>, 2>(args);
+    if (rows > 32) return RunWidths<MmaIsa<4>, 1>(args);
+    RunWidths<MmaIsa<2>, 1>(args);
   }
 
   template <typename Isa, int kM>
@@ -193,15 +196,17 @@ class Layer : public RandomLayer {
     if (args.plan.splits == 1) clusters = std::min(clusters, 2);  // several panels a block
     // Some blocks have no panel, and some no part of the shrink.
     if (kAdapted) clusters = std::max(clusters, (case_.cut.teams * kLinearSlices + 2) / cluster);
+    const int groups = args.plan.row_groups;
     int delay = static_cast<int>(random_() % 200);  // until x is there
     Grid grid(
-        clusters * cluster, Config::kThreads, cluster, kDynamic + bytes,
+        clusters * cluster * groups, Config::kThreads, cluster, kDynamic + bytes,
         [&delay] { return --delay < 0; },
         [&] {
           auto& shared = *reinterpret_cast<Shared*>(emulation::ThisBlock().shared);
           RunProject<Isa, kM, kPanel, kAdapted>(&w_map, &x_map, &x_tile_map, args, shared,
                                                 kDynamic);
-        });
+        },
+        groups);
     Emulator::Get().Run({&grid});
   }
 
@@ -209,7 +214,7 @@ class Layer : public RandomLayer {
   const KernelIsa isa_;
   std::vector<RowSegment> segments_;
   int32_t num_segments_ = 0;
-  LinearSignals signals_ = {};
+  LinearSignals signals_[kLinearMostRowGroups] = {};
 };
 
 // The base, then slots 0, 2 and 1.
