@@ -148,7 +148,7 @@ cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
   int processors = 0;
   DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&processors));
   if (params.isa == KernelIsa::kSm90) return DoraLinearSm90(params, processors, stream);
-  const LinearPlan plan = PlanMmaLinear(shape, params.rows, processors);
+  const LinearPlan plan = PlanMmaLinear(shape, params.rows, params.max_rank > 0, processors);
   if (plan.group_rows > 64) {
     return DoraLinearMma<MmaIsa<1, 4, 2>, 2>(params, plan, processors, stream);
   }

@@ -78,7 +78,7 @@ cudaError_t EncodeDoraMaps(const DoraFactors& factors, int in, int out, CUtensor
 size_t DoraLinearWorkspaceBytes(const DoraLinearShape& shape, int rows, int max_rank);
 
 // cudaErrorInvalidValue: shape, rows or alignment outside of the above, or a small workspace.
-// cudaErrorCooperativeLaunchTooLarge: the device does not run all blocks at once.
+// cudaErrorCooperativeLaunchTooLarge: adapters need 8 multiprocessors at once, with kMma 16.
 cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream);
 
 }  // namespace dorad::kernels

@@ -121,7 +121,7 @@ cudaError_t LaunchProjectPanel(const LinearLaunch<Isa>& launch) {
 template <typename Isa, int kM, bool kAdapted>
 cudaError_t LaunchProject(const LinearLaunch<Isa>& launch) {
   const auto launch_panel = [&](auto panel) {
-    if constexpr (Isa::kHasClusters || IsMmaPanel(kM, panel)) {
+    if constexpr (Isa::kHasClusters || IsMmaPanel(kM, panel, kAdapted)) {
       return LaunchProjectPanel<Isa, kM, panel, kAdapted>(launch);
     } else {
       return cudaErrorInvalidValue;

@@ -71,15 +71,17 @@ inline LinearPlan PlanLinear(const DoraLinearShape& shape, int processors) {
 }
 
 // Whether kernels of MmaIsa are built for panels of that size, with `tiles` of 64 rows of the
-// batch. Wide panels fetch the batch less often; two stages of panel and batch have to fit.
-inline constexpr bool IsMmaPanel(int tiles, int panel_rows) {
-  return tiles == 1 ? panel_rows == 32 || panel_rows == 64
-                    : tiles == 2 && (panel_rows == 64 || panel_rows == 128 || panel_rows == 192);
+// batch. Wide panels fetch the batch less often; two stages of panel and batch have to fit. With
+// adapters the sums of a small batch and those of the shrink share the registers.
+inline constexpr bool IsMmaPanel(int tiles, int panel_rows, bool adapted) {
+  if (tiles == 1) return panel_rows == 32 || panel_rows == 64 || (panel_rows == 192 && !adapted);
+  return tiles == 2 && panel_rows != 32;
 }
 
 // The same for MmaIsa: nothing but its a_chunks changes the order of a sum, so that panels and
 // groups may depend on the batch. A block has at most 128 rows of it.
-inline LinearPlan PlanMmaLinear(const DoraLinearShape& shape, int rows, int processors) {
+inline LinearPlan PlanMmaLinear(const DoraLinearShape& shape, int rows, bool adapted,
+                                int processors) {
   const int out = OutFeatures(shape);
   LinearPlan plan;
   plan.chunks = CeilDiv(shape.in, kLinearStageK);
@@ -88,8 +90,8 @@ inline LinearPlan PlanMmaLinear(const DoraLinearShape& shape, int rows, int proc
   for (int groups = CeilDiv(rows, 128); groups <= (rows > 64 ? kLinearMostRowGroups : 1);
        ++groups) {
     const int group_rows = groups == 1 ? rows : RoundUp(CeilDiv(rows, groups), 16);
-    for (const int panel_rows : {192, 128, 64, 32}) {
-      if (!IsMmaPanel(group_rows <= 64 ? 1 : 2, panel_rows)) continue;
+    for (const int panel_rows : {192, 128, 96, 64, 32}) {
+      if (!IsMmaPanel(group_rows <= 64 ? 1 : 2, panel_rows, adapted)) continue;
       const int panels = CeilDiv(out, panel_rows);
       const int waves = CeilDiv(panels, std::max(processors / groups, 1));
       const int cost = waves * (panel_rows + group_rows);

@@ -57,7 +57,7 @@ cudaError_t DoraLinearPrefill(const DoraLinearPrefillParams& params, cudaStream_
   PrefillProblem problem = {};
   problem.p = params;
   problem.plan = is_sm90 ? PlanLinear(shape, processors)
-                         : PlanMmaLinear(shape, kDoraLinearMaxRows, processors);
+                         : PlanMmaLinear(shape, kDoraLinearMaxRows, false, processors);
   for (int p = 0; p < kDoraLinearMaxParts; ++p) {
     problem.part_begin[p + 1] = problem.part_begin[p] + (p < shape.parts ? shape.out[p] : 0);
   }

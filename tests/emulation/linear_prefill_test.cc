@@ -164,7 +164,7 @@ class Layer : public RandomLayer {
     args.p.num_segments = &num_segments;
     args.p.y = y.data();
     args.p.y_fp32 = true;
-    args.plan = PlanMmaLinear(case_.shape, rows, kLinearSlices);
+    args.plan = PlanMmaLinear(case_.shape, rows, true, kLinearSlices);
     args.plan.panel_rows = kPanel;
     args.plan.panels = CeilDiv(out_, kPanel);
     std::copy_n(args_.part_begin, kDoraLinearMaxParts + 1, args.part_begin);

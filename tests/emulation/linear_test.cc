@@ -135,7 +135,8 @@ class Layer : public RandomLayer {
   // As DoraLinear does it.
   void RunMma(LinearArgs args) {
     args.siblings = 1;
-    args.plan = PlanMmaLinear(case_.shape, args.p.rows, 2 * (case_.cut.teams * kLinearSlices + 2));
+    args.plan = PlanMmaLinear(case_.shape, args.p.rows, args.p.max_rank > 0,
+                              2 * (case_.cut.teams * kLinearSlices + 2));
     const int rows = args.plan.group_rows;
     args.x_rows = RoundUp(rows, rows > 64 ? 64 : 16);
     if (rows > 64) return RunWidths<MmaIsa<1, 4, 2>, 2>(args);
@@ -146,14 +147,17 @@ class Layer : public RandomLayer {
   template <typename Isa, int kM>
   void RunWidths(const LinearArgs& args) {
     const auto run = [&](auto panel) {
-      if constexpr (Isa::kHasClusters || IsMmaPanel(kM, panel)) {
-        if (args.p.max_rank > 0) {
-          RunPanels<Isa, kM, panel, true>(args);
+      const auto run_form = [&](auto adapted) {
+        if constexpr (Isa::kHasClusters || IsMmaPanel(kM, panel, adapted)) {
+          RunPanels<Isa, kM, panel, adapted>(args);
         } else {
-          RunPanels<Isa, kM, panel, false>(args);
+          FAIL() << "no panels of " << panel << " rows for " << kM << " tiles";
         }
+      };
+      if (args.p.max_rank > 0) {
+        run_form(std::true_type());
       } else {
-        FAIL() << "no panels of " << panel << " rows for " << kM << " tiles";
+        run_form(std::false_type());
       }
     };
     switch (args.plan.panel_rows) {
