@@ -16,10 +16,10 @@ namespace dorad::kernels {
 inline constexpr int kPrefillBandRows = 2 * kPrefillTileRows;
 inline constexpr int kPrefillThreads = 384;
 // Costs in rows of one stage's panel, some 2 ns each: what a multiprocessor can take in bounds a
-// stage, and so its rows of the batch cost as much as those of the panel. A meeting of all blocks
-// takes some 4 us.
+// stage, and so its rows of the batch cost as much as those of the panel. Consumers do not wait
+// while all blocks meet.
 inline constexpr int kPrefillStageCost = kPrefillTileRows;
-inline constexpr int kPrefillMeetingCost = 2000;
+inline constexpr int kPrefillMeetingCost = 500;
 
 // The shrink in slices of K, for batches of few tiles.
 inline constexpr int kPrefillShrinkRows = 96;    // of A in a panel
@@ -68,11 +68,12 @@ struct PrefillConfig {
   };
   static constexpr int kBarriers = TileRing::kStages + ShrinkRing::kStages;
   static constexpr int kDynamicBytes = kMostBytes + 1024;
-  static constexpr int kRegistersProducer = 56;
-  static constexpr int kRegistersConsumer = 224;
+  static constexpr int kRegistersProducer = kN > 192 ? 56 : 120;
+  static constexpr int kRegistersConsumer = kN > 192 ? 224 : 192;
   // What the block began with is what there is: more is waited for, without end.
   static constexpr int kRegistersAtStart = 65536 / kPrefillThreads / 8 * 8;
   static_assert(kRegistersProducer + 2 * kRegistersConsumer <= 3 * kRegistersAtStart);
+  static constexpr int kAddAtOnce = kN > 192 ? 1 : 4;  // slices of h, as registers allow
 };
 
 // What all roles of a block know about the batch.

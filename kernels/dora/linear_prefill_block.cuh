@@ -78,6 +78,7 @@ class PrefillBlock {
   __device__ void Store(int group) {
     WaitForPrevious();
     const int first_tile = ForEachShrink([](const Panel&, int) {});
+    if (slices_ > 1) AddShares(group);
     ForEachTile(first_tile, [&](int band, int panel) {
       const int row = TileRow(band) + 64 * group;
       const int column = TileColumn(panel);
@@ -105,6 +106,10 @@ class PrefillBlock {
   __device__ static int WarpGroup() { return static_cast<int>(threadIdx.x / 128); }
   // Of the block in its cluster.
   __device__ static int BlockRank() { return blockIdx.x % 2; }
+  // Whether some of 16 rows of the batch are the segment's.
+  __device__ bool HasRows(int segment, int row) const {
+    return row < tables_.begin[segment + 1] && row + 16 > tables_.begin[segment];
+  }
   // Of the shrink: the block's first row of the batch.
   __device__ static int FirstRow(int band) {
     return band * kPrefillBandRows + BlockRank() * kPrefillTileRows;
@@ -350,10 +355,12 @@ class PrefillBlock {
   }
 
   // Consumers: the sums over a slice.
-  __device__ void StoreShare(const float (&sum)[Config::kShrinkN / 2], int panel, int slice) const;
+  __device__ void StoreShare(const float (&sum)[Config::kShrinkN / 2], const Panel& panel,
+                             int slice) const;
 
-  // Consumers: adds up some of h, in the order of K. All shares are there.
-  __device__ void AddShares() const;
+  // Storers: add up some of h, in the order of K, once all shares are there. Meanwhile consumers
+  // multiply.
+  __device__ void AddShares(int storer) const;
 
   // To be indexed by rows of W; nullptr: 1.
   __device__ const float* Magnitudes(int segment, int part) const;

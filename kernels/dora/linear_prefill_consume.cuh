@@ -29,25 +29,17 @@ __device__ void PrefillBlock<kN>::Consume() {
       for (int i = 0; i < Config::kShrinkN / 2; ++i) sum[i] += d[i];
     }
     if (slices_ > 1) {
-      StoreShare(sum, panel.index, slice);
+      StoreShare(sum, panel, slice);
     } else {
       StoreShrunk(sum, FirstRow(panel.band) + LaneRow(), panel, 0);
     }
   });
   if (tables_.panels > 0) {
-    if (slices_ > 1) {
-      NamedBarrier(1, 32 * Config::kConsumerWarps);
-      if (threadIdx.x == 0) {
-        SignalRelease(&args_.counters->shares);
-        SpinUntil(&args_.counters->shares, gridDim.x);
-      }
-      NamedBarrier(1, 32 * Config::kConsumerWarps);
-      AddShares();
-    }
     // The copy engine will read h. A barrier and a release order the writes of all.
     FenceProxyAsyncGlobal();
     NamedBarrier(1, 32 * Config::kConsumerWarps);
-    if (threadIdx.x == 0) SignalRelease(&args_.counters->shrunk);
+    PrefillCounters* counters = args_.counters;
+    if (threadIdx.x == 0) SignalRelease(slices_ > 1 ? &counters->shares : &counters->shrunk);
   }
   stage_ = 0;
   parity_ = 0;

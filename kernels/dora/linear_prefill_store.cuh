@@ -42,25 +42,31 @@ __device__ void PrefillBlock<kN>::StoreShrunk(const float (&sum)[kSums], int row
 }
 
 template <int kN>
-__device__ void PrefillBlock<kN>::StoreShare(const float (&sum)[Config::kShrinkN / 2], int panel,
-                                             int slice) const {
+__device__ void PrefillBlock<kN>::StoreShare(const float (&sum)[Config::kShrinkN / 2],
+                                             const Panel& panel, int slice) const {
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  if (!HasRows(panel.segment, FirstRow(panel.band) + 16 * warp)) return;
 #pragma unroll
   for (int i = 0; i < Config::kShrinkN / 8; ++i) {
-    *ShareOf(panel, slice, BlockRank(), i, threadIdx.x) =
+    *ShareOf(panel.index, slice, BlockRank(), i, threadIdx.x) =
         make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
   }
 }
 
 template <int kN>
-__device__ void PrefillBlock<kN>::AddShares() const {
-  constexpr int kColumns = 32;  // that a warpgroup adds at once, of 64 rows
+__device__ void PrefillBlock<kN>::AddShares(int storer) const {
+  constexpr int kColumns = 32;  // that a warp adds at once, of 16 rows
   constexpr int kThirds = Config::kShrinkN / kColumns;
-  constexpr int kAtOnce = 4;  // slices
-  const int thread = threadIdx.x % 128;
-  const int group = static_cast<int>(blockIdx.x * 2 + threadIdx.x / 128);
-  ForEachPiece(group, 2 * gridDim.x, 4 * kThirds, [&](const Panel& panel, int piece) {
+  constexpr int kWarps = kPrefillTileRows / 16;
+  constexpr int kAtOnce = Config::kAddAtOnce;
+  if (Lane() == 0) SpinUntil(&args_.counters->shares, gridDim.x);
+  __syncwarp();
+  const int first = static_cast<int>(storer * gridDim.x + blockIdx.x);
+  ForEachPiece(first, 2 * gridDim.x, 2 * kWarps * kThirds, [&](const Panel& panel, int piece) {
     const int third = piece % kThirds;
-    const int rows = piece / kThirds;  // which 64 of the band
+    const int warp = piece / kThirds;  // of both blocks'
+    const int row = panel.band * kPrefillBandRows + 16 * warp;
+    if (!HasRows(panel.segment, row)) return;
     float sum[kColumns / 2] = {};
 #pragma unroll 1
     for (int slice = 0; slice < slices_; slice += kAtOnce) {
@@ -69,10 +75,11 @@ __device__ void PrefillBlock<kN>::AddShares() const {
       for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) {
-          shares[i][j] = slice + i < slices_
-                             ? __ldcg(ShareOf(panel.index, slice + i, rows / 2,
-                                              third * (kColumns / 8) + j, rows % 2 * 128 + thread))
-                             : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          shares[i][j] =
+              slice + i < slices_
+                  ? __ldcg(ShareOf(panel.index, slice + i, warp / kWarps,
+                                   third * (kColumns / 8) + j, warp % kWarps * 32 + Lane()))
+                  : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
       }
 #pragma unroll
@@ -86,9 +93,12 @@ __device__ void PrefillBlock<kN>::AddShares() const {
         }
       }
     }
-    StoreShrunk(sum, panel.band * kPrefillBandRows + rows * 64 + thread / 32 * 16 + Lane() / 4,
-                panel, third * kColumns);
+    StoreShrunk(sum, row + Lane() / 4, panel, third * kColumns);
   });
+  // The copy engine will read h.
+  FenceProxyAsyncGlobal();
+  NamedBarrier(4, 64);
+  if (storer == 0 && Lane() == 0) SignalRelease(&args_.counters->shrunk);
 }
 
 template <int kN>
