@@ -12,11 +12,11 @@
 // its factors and maps or the segments (writes by copies, or by launches without the attribute that
 // all later launches wait for, are safe); they may write x.
 //
-// With adapters the blocks of a launch wait for each other, at most one on each multiprocessor; so
-// do those of DoraLinearPrefill. Two such launches at the same time, on different streams or in
-// processes that share the GPU through MPS, could each hold multiprocessors that the other one
-// waits for, a deadlock: keep them in one stream. Other kernels may run beside them if they end by
-// themselves.
+// With adapters the blocks of a launch wait for each other, at most one on each multiprocessor;
+// those of DoraLinearPrefill also do without. Two such launches at the same time, on different
+// streams or in processes that share the GPU through MPS, could each hold multiprocessors that the
+// other one waits for, a deadlock: keep them in one stream. Other kernels may run beside them if
+// they end by themselves.
 //
 // On Hopper by its own instructions, or, like every GPU from compute capability 8.0 on, by those of
 // KernelIsa::kMma: with other bits, the same in every batch.

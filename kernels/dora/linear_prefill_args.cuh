@@ -15,11 +15,15 @@ namespace dorad::kernels {
 
 inline constexpr int kPrefillBandRows = 2 * kPrefillTileRows;
 inline constexpr int kPrefillThreads = 384;
-// Costs in rows of one stage's panel, some 2 ns each: what a multiprocessor can take in bounds a
-// stage, and so its rows of the batch cost as much as those of the panel. Consumers do not wait
-// while all blocks meet.
-inline constexpr int kPrefillStageCost = kPrefillTileRows;
+// Costs in rows of one stage's panel, some 2.2 ns each: what a stage takes besides; more of the
+// widest panel, whose ring has but three (in many bands it reads x so much less often that it is
+// the fastest all the same); what all blocks lose when they meet, while consumers multiply; of two
+// clusters that divide a tile, until each has the other's sums.
+inline constexpr int kPrefillStageCost = 64;
+inline constexpr int kPrefillWideCost = 44;
+inline constexpr int kPrefillFewBands = 4;
 inline constexpr int kPrefillMeetingCost = 500;
+inline constexpr int kPrefillExchangeCost = 2000;
 
 // The shrink in slices of K, for batches of few tiles.
 inline constexpr int kPrefillShrinkRows = 96;    // of A in a panel
@@ -34,9 +38,18 @@ struct PrefillArgs : PrefillProblem {
   // The two blocks of a cluster have the same rows of the batch and neighbouring panels of W; else
   // the same panel and neighbouring rows.
   bool shares_rows;
+  // Two clusters have a piece of K each of every tile, at most one each. Else a tile is one's.
+  bool divides;
   int32_t meeting_cost = kPrefillMeetingCost;
+  float* given;   // kPrefillGivenBytes; unused unless they divide
   float* shares;  // kPrefillShareBytes for each panel and slice; nullptr: no slices
 };
+
+// Of a stage with a panel of that many rows.
+__host__ __device__ inline int StageCost(const PrefillArgs& args, int columns) {
+  const bool is_wide = columns > 192 && args.bands <= kPrefillFewBands;
+  return columns + kPrefillStageCost + (is_wide ? kPrefillWideCost : 0);
+}
 
 // kN: rows of W in a panel.
 template <int kN>
@@ -68,8 +81,8 @@ struct PrefillConfig {
   };
   static constexpr int kBarriers = TileRing::kStages + ShrinkRing::kStages;
   static constexpr int kDynamicBytes = kMostBytes + 1024;
-  static constexpr int kRegistersProducer = kN > 192 ? 56 : 120;
-  static constexpr int kRegistersConsumer = kN > 192 ? 224 : 192;
+  static constexpr int kRegistersProducer = kN > 192 ? 56 : 104;
+  static constexpr int kRegistersConsumer = kN > 192 ? 224 : 200;
   // What the block began with is what there is: more is waited for, without end.
   static constexpr int kRegistersAtStart = 65536 / kPrefillThreads / 8 * 8;
   static_assert(kRegistersProducer + 2 * kRegistersConsumer <= 3 * kRegistersAtStart);
@@ -106,25 +119,30 @@ __device__ inline void FillTables(const PrefillArgs& args, PrefillTables& tables
   if (threadIdx.x == 0) tables.begin[args.p.num_segments] = args.p.rows;
 }
 
+// What clusters are dealt: tiles, or pieces of them.
+__device__ inline int TileItems(const PrefillArgs& args) {
+  return (args.divides ? 2 : 1) * args.tile_bands * args.tile_panels;
+}
+
 // Slices of K that clusters of their own shrink, or 1. With few panels of A most clusters would
 // wait for those that have one. The order of the sums is the same. tile_columns: rows of W.
 __device__ inline int ShrinkSlices(const PrefillArgs& args, int panels, int clusters,
                                    int tile_columns) {
   const int slices = CeilDiv(args.plan.chunks, args.plan.a_chunks);
   if (args.shares == nullptr || panels == 0 || panels > kPrefillSlicedPanels) return 1;
-  const int column = kPrefillShrinkRows + kPrefillStageCost;
+  const int column = StageCost(args, kPrefillShrinkRows);
   const int panel = args.plan.chunks * column;
-  const int tile = args.plan.chunks * (tile_columns + kPrefillStageCost);
-  const int tiles = args.tile_bands * args.tile_panels;
+  const int item = args.plan.chunks * StageCost(args, tile_columns) / (args.divides ? 2 : 1);
+  const int items = TileItems(args);
   // Of the first cluster, and of the first one that has a panel less.
   const int most = CeilDiv(panels, clusters);
   const int least = panels / clusters;
-  const int first = most * panel + (CeilDiv(panels + tiles, clusters) - most) * tile;
+  const int first = most * panel + (CeilDiv(panels + items, clusters) - most) * item;
   const int other =
-      least * panel + (CeilDiv(panels + tiles - panels % clusters, clusters) - least) * tile;
+      least * panel + (CeilDiv(panels + items - panels % clusters, clusters) - least) * item;
   const int whole = first > other ? first : other;
   const int sliced = CeilDiv(panels * slices, clusters) * args.plan.a_chunks * column +
-                     args.meeting_cost + CeilDiv(tiles, clusters) * tile;
+                     args.meeting_cost + CeilDiv(items, clusters) * item;
   return sliced < whole ? slices : 1;
 }
 

@@ -79,9 +79,10 @@ class PrefillBlock {
     WaitForPrevious();
     const int first_tile = ForEachShrink([](const Panel&, int) {});
     if (slices_ > 1) AddShares(group);
-    ForEachTile(first_tile, [&](int band, int panel) {
-      const int row = TileRow(band) + 64 * group;
-      const int column = TileColumn(panel);
+    ForEachTile(first_tile, [&](const Tile& tile) {
+      if (tile.is_last) return;
+      const int row = TileRow(tile.band) + 64 * group;
+      const int column = TileColumn(tile.panel);
       StoreHalf(group, row, column + kN / 2);
       StoreHalf(group, row, column);
     });
@@ -89,14 +90,27 @@ class PrefillBlock {
 
  private:
   static constexpr uint16_t kBothBlocks = 3;
+  static constexpr int kConsumers = 32 * Config::kConsumerWarps;  // threads
 
-  // A tile's first half is parked at its end, the second one as soon as the first is stored: while
-  // the first piece of the next tile is multiplied, or before what follows.
+  // What a cluster computes of a tile: pieces [begin, end) of K, all or one. With one it ends with
+  // the sums of that half of the tile's columns, from both pieces.
+  struct Tile {
+    int band;
+    int panel;
+    int begin;
+    int end;
+    int index;     // of all
+    bool is_last;  // of the cluster
+  };
+
+  // A tile's second half is parked at its end, the first one as soon as that is stored: while the
+  // first piece of the next tile is multiplied, or before what follows. Of the last tile consumers
+  // store their own rows, which is faster.
   __device__ void ConsumeTiles(int first_tile);
 
   // Goes on over the split's share of the ranks. Of a stage of h, rows of other segments are zeroed
   // here: fetched one by one, the segment's own would take longer than their products.
-  __device__ void MultiplyRanks(float (&d)[kN / 2], int band, int panel, int split);
+  __device__ void MultiplyRanks(float (&d)[kN / 2], const Tile& tile, int split);
 
   // Of the stage's rows of this warpgroup, those outside of [begin, end).
   __device__ void ZeroOthers(int begin, int end) const;
@@ -205,26 +219,29 @@ class PrefillBlock {
     return slices_ == 1 ? args_.plan.chunks : min(ShrinkBegin(slice + 1), args_.plan.chunks);
   }
 
-  // f(band, panel of W)
+  // f(tile)
   template <typename F>
   __device__ void ForEachTile(int first, F f) const {
-    const int tiles = args_.tile_bands * args_.tile_panels;
+    const int items = TileItems(args_);
 #pragma unroll 1
-    for (int tile = first; tile < tiles; tile += gridDim.x / 2) {
-      const PrefillTile at = TileAt(args_, tile);
-      f(at.band, at.panel);
+    for (int item = first; item < items; item += gridDim.x / 2) {
+      const int index = args_.divides ? item / 2 : item;
+      const PrefillTile at = TileAt(args_, index);
+      const int begin = args_.divides ? item % 2 : 0;
+      f(Tile{at.band, at.panel, begin, args_.divides ? begin + 1 : args_.plan.splits, index,
+             item + static_cast<int>(gridDim.x / 2) >= items});
     }
   }
 
   // f(segment, part, first chunk, end) of columns of B that the split's sum goes on over, for the
   // tiles of both blocks.
   template <typename F>
-  __device__ void ForEachRankRange(int band, int panel, int split, F f) const {
+  __device__ void ForEachRankRange(const Tile& tile, int split, F f) const {
     if (tables_.panels == 0) return;
     const int blocks = args_.shares_rows ? 2 : 1;
-    const int row = TileRow(band, 0);
-    const int row_end = TileRow(band, 1) + kPrefillTileRows;
-    const int w_row = panel * blocks * kN;
+    const int row = TileRow(tile.band, 0);
+    const int row_end = TileRow(tile.band, 1) + kPrefillTileRows;
+    const int w_row = tile.panel * blocks * kN;
     const int w_end = w_row + blocks * kN;
 #pragma unroll 1
     for (int segment = SegmentOf(row);
@@ -310,10 +327,30 @@ class PrefillBlock {
     if (Lane() < 2) BarrierArriveRemote(RemoteAddress(Empty<Ring>(stage), Lane()));
   }
 
-  // Where this thread parks its sums of 8 columns.
-  __device__ uint32_t ParkedAt(int block) const {
-    return sums_ + threadIdx.x / 32 * Config::kParkedBytes + block * Config::kParkedBlockBytes +
-           Lane() * 16;
+  // Consumers: gives the other cluster what it lacks of its half of the tile's columns.
+  // `half`: this cluster's, complete.
+  __device__ void Exchange(float (&half)[kN / 4], const float (&d)[kN / 2], const Tile& tile) const;
+
+  // Where this thread's sums over a piece are, four for each thread at a time.
+  __device__ float4* GivenAt(int tile, int piece) const {
+    constexpr int kFours = kN / 16;
+    return reinterpret_cast<float4*>(args_.given) +
+           ((tile * 2 + piece) * 2 + BlockRank()) * kFours * kConsumers + threadIdx.x;
+  }
+
+  // Where this warp parks its sums, with those of all at `sums`.
+  __device__ static uint32_t Parked(uint32_t sums) {
+    return sums + threadIdx.x / 32 * Config::kParkedBytes;
+  }
+  // And this thread those of 8 columns.
+  __device__ static uint32_t ParkedAt(uint32_t sums, int block) {
+    return Parked(sums) + block * Config::kParkedBlockBytes + Lane() * 16;
+  }
+
+  // Consumers: stores this warp's rows of a half of the tile that is parked at `sums`.
+  __device__ void StoreOwn(uint32_t sums, const Tile& tile, int half) const {
+    StoreParked(Parked(sums), 1, TileRow(tile.band) + static_cast<int>(threadIdx.x / 32 * 16),
+                TileColumn(tile.panel) + half * (kN / 2));
   }
 
   // Consumers: what this warp parked is for the storer, once its warpgroup's others have.
@@ -337,7 +374,7 @@ class PrefillBlock {
 
   __device__ void Add(float (&kept)[kN / 4], const float (&d)[kN / 2]) const;
 
-  __device__ void Park(const float* sums) const;
+  __device__ static void Park(uint32_t to, const float* sums);
 
   // h = s · sum for the segment's rows, from `first` columns into the panel on. row: of the first
   // of the lane's two (the other is 8 on). Few wide stores: many narrow ones stand in the way of
@@ -349,9 +386,8 @@ class PrefillBlock {
   // Where a thread's sums over a slice are, four at a time, for the block of that rank.
   __device__ float4* ShareOf(int panel, int slice, int block, int four, int thread) const {
     constexpr int kFours = Config::kShrinkN / 8;
-    constexpr int kThreads = 32 * Config::kConsumerWarps;
     return reinterpret_cast<float4*>(args_.shares) +
-           (((panel * slices_ + slice) * 2 + block) * kFours + four) * kThreads + thread;
+           (((panel * slices_ + slice) * 2 + block) * kFours + four) * kConsumers + thread;
   }
 
   // Consumers: the sums over a slice.
@@ -369,9 +405,12 @@ class PrefillBlock {
   // columns from column0 on. The storer.
   __device__ void StoreHalf(int group, int row0, int column0);
 
+  // The same of `warps` warps' sums, 16 rows each.
+  __device__ void StoreParked(uint32_t sums, int warps, int row0, int column0) const;
+
   // 128 bytes of 4 rows at a time: a lane has 16 bytes, of the same columns in every fourth row.
   template <typename T>
-  __device__ void StoreColumns(uint32_t sums, int row0, int column0) const;
+  __device__ void StoreColumns(uint32_t sums, int warps, int row0, int column0) const;
 
   __device__ static void StoreUnit(float* to, const float2 (&y)[2]) {
     *reinterpret_cast<float4*>(to) = make_float4(y[0].x, y[0].y, y[1].x, y[1].y);

@@ -37,7 +37,7 @@ __device__ void PrefillBlock<kN>::Consume() {
   if (tables_.panels > 0) {
     // The copy engine will read h. A barrier and a release order the writes of all.
     FenceProxyAsyncGlobal();
-    NamedBarrier(1, 32 * Config::kConsumerWarps);
+    NamedBarrier(1, kConsumers);
     PrefillCounters* counters = args_.counters;
     if (threadIdx.x == 0) SignalRelease(slices_ > 1 ? &counters->shares : &counters->shrunk);
   }
@@ -50,24 +50,25 @@ template <int kN>
 __device__ void PrefillBlock<kN>::ConsumeTiles(int first_tile) {
   float d[kN / 2];
   float kept[kN / 4];
-  bool keeps = false;  // a second half
+  bool keeps = false;  // a first half
+  Tile last = {};
   const auto park_kept = [&] {
-    Park(kept);
+    Park(sums_, kept);
     SignalParked();
     keeps = false;
   };
-  ForEachTile(first_tile, [&](int band, int panel) {
+  ForEachTile(first_tile, [&](const Tile& tile) {
 #pragma unroll 1
-    for (int split = 0; split < args_.plan.splits; ++split) {
+    for (int split = tile.begin; split < tile.end; ++split) {
       const int stages = FirstChunk(split + 1) - FirstChunk(split);
       Multiply<TileRing, kN>(
           d, stages, true, [] {},
           [&] {
             if (keeps && IsStored()) park_kept();
           });
-      MultiplyRanks(d, band, panel, split);
+      MultiplyRanks(d, tile, split);
       Drain<TileRing>();
-      if (split > 0) {
+      if (split > tile.begin) {
         Add(kept, d);
         continue;
       }
@@ -75,23 +76,33 @@ __device__ void PrefillBlock<kN>::ConsumeTiles(int first_tile) {
         WaitStored();
         park_kept();
       }
+      if (args_.divides) {
+        Exchange(kept, d, tile);
+        continue;
+      }
       WaitStored();
       Keep(kept, d);
     }
-    SignalParked();
-    keeps = true;
+    if (tile.is_last) {
+      last = tile;
+    } else {
+      SignalParked();
+      keeps = true;
+    }
   });
-  if (keeps) {
-    WaitStored();
-    park_kept();
-  }
+  if (!last.is_last) return;  // there was no tile
+  // The ring has room, once nobody reads it.
+  NamedBarrier(1, kConsumers);
+  Park(ring_, kept);
+  __syncwarp();
+  if (!args_.divides) StoreOwn(sums_, last, 1);
+  StoreOwn(ring_, last, last.begin);
 }
 
 template <int kN>
-__device__ void PrefillBlock<kN>::MultiplyRanks(float (&d)[kN / 2], int band, int panel,
-                                                int split) {
-  const int row = TileRow(band) + 64 * WarpGroup();
-  ForEachRankRange(band, panel, split, [&](int segment, int, int first, int end) {
+__device__ void PrefillBlock<kN>::MultiplyRanks(float (&d)[kN / 2], const Tile& tile, int split) {
+  const int row = TileRow(tile.band) + 64 * WarpGroup();
+  ForEachRankRange(tile, split, [&](int segment, int, int first, int end) {
     const int begin = tables_.begin[segment] - row;
     const int rows = tables_.begin[segment + 1] - row;  // up to the segment's end
     if (begin >= 64 || rows <= 0) {
@@ -171,7 +182,7 @@ template <int kN>
 __device__ void PrefillBlock<kN>::Keep(float (&kept)[kN / 4], const float (&d)[kN / 2]) const {
 #pragma unroll
   for (int i = 0; i < kN / 4; ++i) kept[i] = d[i];
-  Park(&d[kN / 4]);
+  Park(sums_, &d[kN / 4]);
 }
 
 template <int kN>
@@ -181,20 +192,58 @@ __device__ void PrefillBlock<kN>::Add(float (&kept)[kN / 4], const float (&d)[kN
 #pragma unroll
   for (int i = 0; i < Config::kParkedBlocks; ++i) {
     const float* more = &d[kN / 4 + 4 * i];
-    float4 sum = LoadShared(ParkedAt(i));
+    float4 sum = LoadShared(ParkedAt(sums_, i));
     sum.x += more[0];
     sum.y += more[1];
     sum.z += more[2];
     sum.w += more[3];
-    StoreShared(ParkedAt(i), sum);
+    StoreShared(ParkedAt(sums_, i), sum);
   }
 }
 
 template <int kN>
-__device__ void PrefillBlock<kN>::Park(const float* sums) const {
+__device__ void PrefillBlock<kN>::Exchange(float (&half)[kN / 4], const float (&d)[kN / 2],
+                                           const Tile& tile) const {
+  const int piece = tile.begin;
+  float4* given = GivenAt(tile.index, piece);
+#pragma unroll
+  for (int i = 0; i < kN / 4; i += 4) {
+    float gives[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float first = d[i + j];
+      const float second = d[kN / 4 + i + j];
+      half[i + j] = piece == 0 ? first : second;
+      gives[j] = piece == 0 ? second : first;
+    }
+    given[i / 4 * kConsumers] = make_float4(gives[0], gives[1], gives[2], gives[3]);
+  }
+  NamedBarrier(1, kConsumers);
+  if (threadIdx.x == 0) {
+    const auto blocks = static_cast<uint32_t>(2 * TileItems(args_));
+    PrefillCounters* counters = args_.counters;
+    SignalRelease(&counters->given);
+    SpinUntil(&counters->given, blocks);
+    // The last block to come here leaves them as it found them.
+    if (atomicAdd(&counters->taken, 1) == blocks - 1) counters->given = counters->taken = 0;
+  }
+  NamedBarrier(1, kConsumers);
+  const float4* others = GivenAt(tile.index, 1 - piece);
+#pragma unroll
+  for (int i = 0; i < kN / 16; ++i) {
+    const float4 other = __ldcg(others + i * kConsumers);
+    half[4 * i] += other.x;
+    half[4 * i + 1] += other.y;
+    half[4 * i + 2] += other.z;
+    half[4 * i + 3] += other.w;
+  }
+}
+
+template <int kN>
+__device__ void PrefillBlock<kN>::Park(uint32_t to, const float* sums) {
 #pragma unroll
   for (int i = 0; i < Config::kParkedBlocks; ++i) {
-    StoreShared(ParkedAt(i),
+    StoreShared(ParkedAt(to, i),
                 make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
   }
 }

@@ -10,12 +10,15 @@
 //                         (h masked to a segment's rows, B of its slot), into the same accumulators
 // All clusters shrink first, then walk their tiles. The shrink has a ring of its own in the same
 // memory: its stages are smaller, and more of them have to be on their way. Where its panels are
-// too few for all clusters, each takes a slice of K; then all meet, and add the slices up.
+// too few for all clusters, each takes a slice of K; then the storers of all meet, and add the
+// slices up, while the first tiles are multiplied. Where tiles are too few, two clusters divide
+// each: they multiply a piece of K each and exchange their sums of half of its columns.
 //
 // What consumers do between two products is time without any: so sums of pieces are added, and wait
 // to be stored, in places of their own, half of a tile's in registers and half in shared memory,
-// and other warps store them while the products of the next tile run. And code comes from memory
-// too: whatever is unrolled over a tile is waited for at every tile.
+// and other warps store them while the products of the next tile run; consumers store the last one
+// themselves. And code comes from memory too: whatever is unrolled over a tile is waited for at
+// every tile.
 //
 // Warps: two warpgroups of consumers | weight producer | batch producer | a storer for each
 // warpgroup.

@@ -14,9 +14,13 @@ namespace dorad::kernels {
 inline constexpr int kPrefillMostSlicedRows = 2048;
 inline constexpr size_t kPrefillSharesBytes = size_t{24} * 1024 * 1024;
 
-// shares: kPrefillSharesBytes, or nullptr: no slices.
+// The most tiles that two clusters divide, and the room for what these tell each other.
+inline constexpr int kPrefillMostDivided = 36;
+inline constexpr size_t kPrefillGivenBytes = size_t{9} * 1024 * 1024;
+
+// shares: kPrefillSharesBytes, or nullptr: no slices. given: kPrefillGivenBytes.
 cudaError_t LaunchPrefillSm90(const PrefillProblem& problem, int processors, float* shares,
-                              cudaStream_t stream);
+                              float* given, cudaStream_t stream);
 
 cudaError_t LaunchPrefillMma(const PrefillProblem& problem, int processors, float* shares,
                              cudaStream_t stream);

@@ -18,6 +18,8 @@ struct PrefillCounters {
   uint32_t shares;  // blocks done with their slices of the shrink
   uint32_t shrunk;  // blocks done with their part of h
   uint32_t left;    // blocks that need the ones above no longer
+  uint32_t given;   // blocks whose sums of divided tiles are there
+  uint32_t taken;   // blocks that have seen all of these
 };
 static_assert(sizeof(PrefillCounters) <= kDoraLinearSignalBytes);
 

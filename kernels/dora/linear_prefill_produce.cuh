@@ -31,10 +31,10 @@ __device__ void PrefillBlock<kN>::ProduceWeights(const CUtensorMap* w_map) {
     }
   });
   LeaveShrink();
-  ForEachTile(first_tile, [&](int band, int panel) {
-    const int row = TileColumn(panel);
+  ForEachTile(first_tile, [&](const Tile& tile) {
+    const int row = TileColumn(tile.panel);
 #pragma unroll 1
-    for (int split = 0; split < args_.plan.splits; ++split) {
+    for (int split = tile.begin; split < tile.end; ++split) {
       const int end = FirstChunk(split + 1);
 #pragma unroll 1
       for (int chunk = FirstChunk(split); chunk < end; ++chunk) {
@@ -51,7 +51,7 @@ __device__ void PrefillBlock<kN>::ProduceWeights(const CUtensorMap* w_map) {
         }
         Advance<TileRing>();
       }
-      ForEachRankRange(band, panel, split, [&](int segment, int part, int first, int end) {
+      ForEachRankRange(tile, split, [&](int segment, int part, int first, int end) {
         const CUtensorMap* map = Acquired(segment, part, 1);
         // Rows of other parts are out of bounds: zero.
 #pragma unroll 1
@@ -79,16 +79,16 @@ __device__ void PrefillBlock<kN>::ProduceBatch(const CUtensorMap* x_map, const C
   });
   LeaveShrink();
   bool h_ready = false;
-  ForEachTile(first_tile, [&](int band, int panel) {
-    const int row = TileRow(band);
+  ForEachTile(first_tile, [&](const Tile& tile) {
+    const int row = TileRow(tile.band);
 #pragma unroll 1
-    for (int split = 0; split < args_.plan.splits; ++split) {
+    for (int split = tile.begin; split < tile.end; ++split) {
       const int end = FirstChunk(split + 1);
 #pragma unroll 1
       for (int chunk = FirstChunk(split); chunk < end; ++chunk) {
         ProduceRows<TileRing, kBoxRows, kSharesRows>(x_map, chunk * kLinearStageK, row);
       }
-      ForEachRankRange(band, panel, split, [&](int, int part, int first, int end) {
+      ForEachRankRange(tile, split, [&](int, int part, int first, int end) {
         if (!h_ready) WaitForH();
         h_ready = true;
 #pragma unroll 1
@@ -102,8 +102,9 @@ __device__ void PrefillBlock<kN>::ProduceBatch(const CUtensorMap* x_map, const C
   if (tables_.panels == 0) return;
   if (!h_ready) WaitForH();
   // The last block to come here leaves the counters as it found them.
-  if (Lane() == 0 && atomicAdd(&args_.counters->left, 1) == gridDim.x - 1) {
-    *args_.counters = PrefillCounters();
+  PrefillCounters* counters = args_.counters;
+  if (Lane() == 0 && atomicAdd(&counters->left, 1) == gridDim.x - 1) {
+    counters->shares = counters->shrunk = counters->left = 0;
   }
 }
 

@@ -19,6 +19,9 @@ constexpr int kCluster = 2;  // blocks
 
 static_assert(kPrefillMostSlicedRows == kPrefillSlicedBands * kPrefillBandRows);
 static_assert(kPrefillSharesBytes == kPrefillSlicedPanels * kLinearSlices * kPrefillShareBytes);
+// Half of a tile of 256 columns, of two blocks of two clusters.
+static_assert(kPrefillGivenBytes ==
+              sizeof(float) * kPrefillMostDivided * 2 * 2 * kPrefillTileRows * 128);
 
 struct Maps {
   CUtensorMap w;
@@ -26,8 +29,42 @@ struct Maps {
   CUtensorMap h = {};
 };
 
+// How tiles of panels of `columns` rows of W are divided over clusters.
+struct Division {
+  int columns;
+  bool shares_rows;
+  int bands;
+  int panels;
+};
+
+Division Divide(const PrefillArgs& args, int columns, bool shares_rows) {
+  const int panels = CeilDiv(OutFeatures(args.p.shape), columns);
+  return {columns, shares_rows,
+          CeilDiv(args.p.rows, shares_rows ? kPrefillTileRows : kPrefillBandRows),
+          shares_rows ? CeilDiv(panels, 2) : panels};
+}
+
+int64_t TileCost(const PrefillArgs& args, const Division& division) {
+  return int64_t{args.plan.chunks} * StageCost(args, division.columns);
+}
+
+// Whether two clusters share a tile: half of them would have none, and the plan has two pieces of
+// K, long enough.
+bool Divides(const PrefillArgs& args, const Division& division, int clusters) {
+  const int tiles = division.bands * division.panels;
+  return args.plan.splits == 2 && 2 * tiles <= clusters && tiles <= kPrefillMostDivided &&
+         TileCost(args, division) > 2 * kPrefillExchangeCost;
+}
+
+// Estimated time.
+int64_t Cost(const PrefillArgs& args, const Division& division, int clusters) {
+  const int64_t tile = TileCost(args, division);
+  if (Divides(args, division, clusters)) return tile / 2 + kPrefillExchangeCost;
+  return CeilDiv(division.bands * division.panels, clusters) * tile;
+}
+
 template <int kN>
-cudaError_t Launch(PrefillArgs args, cudaStream_t stream) {
+cudaError_t Launch(PrefillArgs args, const Division& division, cudaStream_t stream) {
   using Config = PrefillConfig<kN>;
   const DoraLinearPrefillParams& p = args.p;
   const int in = p.shape.in;
@@ -48,44 +85,26 @@ cudaError_t Launch(PrefillArgs args, cudaStream_t stream) {
         MostClustersAtOnce(PrefillKernel<kN>, kCluster, kPrefillThreads, &clusters));
     known = clusters;
   }
+  args.divides = Divides(args, division, clusters);
   return LaunchEarlyInClusters(PrefillKernel<kN>, kCluster, kCluster * clusters, kPrefillThreads,
                                Config::kDynamicBytes, stream, maps.w, maps.x, maps.h, args);
-}
-
-// How tiles of panels of `columns` rows of W are divided over clusters.
-struct Division {
-  int columns;
-  bool shares_rows;
-  int bands;
-  int panels;
-};
-
-Division Divide(const PrefillArgs& args, int columns, bool shares_rows) {
-  const int panels = CeilDiv(OutFeatures(args.p.shape), columns);
-  return {columns, shares_rows,
-          CeilDiv(args.p.rows, shares_rows ? kPrefillTileRows : kPrefillBandRows),
-          shares_rows ? CeilDiv(panels, 2) : panels};
-}
-
-// Estimated time.
-int64_t Cost(const Division& division, int clusters) {
-  const int64_t tiles = int64_t{division.bands} * division.panels;
-  return (tiles + clusters - 1) / clusters * (division.columns + kPrefillStageCost);
 }
 
 }  // namespace
 
 cudaError_t LaunchPrefillSm90(const PrefillProblem& problem, int processors, float* shares,
-                              cudaStream_t stream) {
+                              float* given, cudaStream_t stream) {
   PrefillArgs args = {problem};
   args.bands = CeilDiv(problem.p.rows, kPrefillBandRows);
   args.shares = shares;
+  args.given = given;
   // The first of the cheapest.
+  const int clusters = processors / kCluster;
   Division best = Divide(args, 192, false);
   for (const bool shares_rows : {false, true}) {
     for (const int columns : {192, 176, 128, 256, 144, 96}) {
       const Division division = Divide(args, columns, shares_rows);
-      if (Cost(division, processors / 2) < Cost(best, processors / 2)) best = division;
+      if (Cost(args, division, clusters) < Cost(args, best, clusters)) best = division;
     }
   }
   args.shares_rows = best.shares_rows;
@@ -94,17 +113,17 @@ cudaError_t LaunchPrefillSm90(const PrefillProblem& problem, int processors, flo
   args.group = std::min(args.tile_bands, 8);
   switch (best.columns) {
     case 96:
-      return Launch<96>(args, stream);
+      return Launch<96>(args, best, stream);
     case 128:
-      return Launch<128>(args, stream);
+      return Launch<128>(args, best, stream);
     case 144:
-      return Launch<144>(args, stream);
+      return Launch<144>(args, best, stream);
     case 176:
-      return Launch<176>(args, stream);
+      return Launch<176>(args, best, stream);
     case 192:
-      return Launch<192>(args, stream);
+      return Launch<192>(args, best, stream);
     default:
-      return Launch<256>(args, stream);
+      return Launch<256>(args, best, stream);
   }
 }
 

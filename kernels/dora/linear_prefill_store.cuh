@@ -59,8 +59,8 @@ __device__ void PrefillBlock<kN>::AddShares(int storer) const {
   constexpr int kThirds = Config::kShrinkN / kColumns;
   constexpr int kWarps = kPrefillTileRows / 16;
   constexpr int kAtOnce = Config::kAddAtOnce;
-  if (Lane() == 0) SpinUntil(&args_.counters->shares, gridDim.x);
-  __syncwarp();
+  if (storer == 0 && Lane() == 0) SpinUntil(&args_.counters->shares, gridDim.x);
+  NamedBarrier(4, 64);
   const int first = static_cast<int>(storer * gridDim.x + blockIdx.x);
   ForEachPiece(first, 2 * gridDim.x, 2 * kWarps * kThirds, [&](const Panel& panel, int piece) {
     const int third = piece % kThirds;
@@ -111,20 +111,27 @@ __device__ const float* PrefillBlock<kN>::Magnitudes(int segment, int part) cons
 template <int kN>
 __device__ void PrefillBlock<kN>::StoreHalf(int group, int row0, int column0) {
   BarrierWait(parked_ + 8 * group, half_parity_);
-  const uint32_t sums = sums_ + group * (Config::kConsumerWarps / 2) * Config::kParkedBytes;
-  if (args_.p.y_fp32) {
-    StoreColumns<float>(sums, row0, column0);
-  } else {
-    StoreColumns<__nv_bfloat16>(sums, row0, column0);
-  }
+  constexpr int kWarps = Config::kConsumerWarps / 2;
+  StoreParked(sums_ + group * kWarps * Config::kParkedBytes, kWarps, row0, column0);
   __syncwarp();
   if (Lane() == 0) BarrierArrive(stored_ + 8 * group);
   half_parity_ ^= 1;
 }
 
 template <int kN>
+__device__ void PrefillBlock<kN>::StoreParked(uint32_t sums, int warps, int row0,
+                                              int column0) const {
+  if (args_.p.y_fp32) {
+    StoreColumns<float>(sums, warps, row0, column0);
+  } else {
+    StoreColumns<__nv_bfloat16>(sums, warps, row0, column0);
+  }
+}
+
+template <int kN>
 template <typename T>
-__device__ void PrefillBlock<kN>::StoreColumns(uint32_t sums, int row0, int column0) const {
+__device__ void PrefillBlock<kN>::StoreColumns(uint32_t sums, int warps, int row0,
+                                               int column0) const {
   constexpr int kUnit = 16 / sizeof(T);  // columns
   constexpr int kUnits = 8 / kUnit;      // of a block
   constexpr int kPairs = kUnit / 2;
@@ -148,7 +155,7 @@ __device__ void PrefillBlock<kN>::StoreColumns(uint32_t sums, int row0, int colu
     int end = row0;  // of the rows that `scale` is for
     float2 scale[kPairs];
 #pragma unroll 1
-    for (int warp = 0; warp < Config::kConsumerWarps / 2; ++warp) {
+    for (int warp = 0; warp < warps; ++warp) {
 #pragma unroll
       for (int quarter = 0; quarter < 4; ++quarter) {
         const int row = row0 + 16 * warp + 4 * quarter;

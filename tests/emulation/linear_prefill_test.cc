@@ -56,9 +56,10 @@ class Layer : public RandomLayer {
   }
 
   // sliced: each cluster shrinks a slice of K; else whole panels. shares_rows: a cluster's blocks
-  // share rows of the batch; else a panel.
+  // share rows of the batch; else a panel. With twice as many clusters as tiles, and two pieces of
+  // K, two clusters divide a tile.
   template <int kN>
-  std::vector<float> Run(bool y_fp32, bool sliced, bool shares_rows) {
+  std::vector<float> Run(bool y_fp32, bool sliced, bool shares_rows, int clusters) {
     using Shared = typename PrefillBlock<kN>::Shared;
     constexpr uint32_t kDynamic = PrefillConfig<kN>::kStaticBytes;
     std::vector<float> y(size_t{1} * rows_ * out_, NAN);
@@ -71,6 +72,10 @@ class Layer : public RandomLayer {
     args_.tile_bands = CeilDiv(rows_, shares_rows ? kPrefillTileRows : kPrefillBandRows);
     args_.tile_panels = shares_rows ? CeilDiv(panels, 2) : panels;
     args_.group = std::min(args_.tile_bands, 8);
+    const int tiles = args_.tile_bands * args_.tile_panels;
+    args_.divides = case_.splits == 2 && 2 * tiles <= clusters;
+    std::vector<float> given(size_t{2} * tiles * kPrefillTileRows * kN, NAN);
+    args_.given = given.data();
     args_.h = h.data();
     std::vector<float> shares(
         kPrefillSlicedPanels * kLinearSlices * kPrefillShareBytes / sizeof(float), NAN);
@@ -84,7 +89,7 @@ class Layer : public RandomLayer {
     const CUtensorMap h_map = MapOf(h.data(), rows_, columns, columns, box_rows);
     int delay = static_cast<int>(random_() % 200);  // until x is there
     Grid grid(
-        2 * case_.clusters, kPrefillThreads, 2, kDynamic + PrefillConfig<kN>::kDynamicBytes,
+        2 * clusters, kPrefillThreads, 2, kDynamic + PrefillConfig<kN>::kDynamicBytes,
         [&delay] { return --delay < 0; },
         [&] {
           auto& shared = *reinterpret_cast<Shared*>(emulation::ThisBlock().shared);
@@ -92,6 +97,7 @@ class Layer : public RandomLayer {
         });
     Emulator::Get().Run({&grid});
     EXPECT_EQ(counters_.shares | counters_.shrunk | counters_.left, 0u);
+    EXPECT_EQ(counters_.given | counters_.taken, 0u);
     if (!y_fp32) std::transform(rounded.begin(), rounded.end(), y.begin(), __bfloat162float);
     return y;
   }
@@ -279,12 +285,22 @@ class EmulatedLinearPrefillTest : public ::testing::TestWithParam<Case> {
 TEST_P(EmulatedLinearPrefillTest, SumsAreThoseOfThePlan) {
   Layer layer(GetParam(), &emulator_.random());
   std::vector<float> y;
-  ASSERT_NO_THROW(y = layer.Run<256>(/*y_fp32=*/true, /*sliced=*/false, /*shares_rows=*/false));
-  ExpectTheSameBits(layer, y, /*y_fp32=*/true);
-  ASSERT_NO_THROW(y = layer.Run<176>(/*y_fp32=*/false, /*sliced=*/true, /*shares_rows=*/false));
-  ExpectTheSameBits(layer, y, /*y_fp32=*/false);
-  ASSERT_NO_THROW(y = layer.Run<144>(/*y_fp32=*/true, /*sliced=*/true, /*shares_rows=*/true));
-  ExpectTheSameBits(layer, y, /*y_fp32=*/true);
+  const int clusters = GetParam().clusters;
+  constexpr int kMany = 20;
+  const auto run = [&](auto columns, bool y_fp32, bool sliced, bool shares_rows, int count) {
+    ASSERT_NO_THROW(y = layer.Run<columns>(y_fp32, sliced, shares_rows, count));
+    ExpectTheSameBits(layer, y, y_fp32);
+  };
+  run(std::integral_constant<int, 256>(), /*y_fp32=*/true, /*sliced=*/false,
+      /*shares_rows=*/false, clusters);
+  run(std::integral_constant<int, 176>(), /*y_fp32=*/false, /*sliced=*/true,
+      /*shares_rows=*/false, clusters);
+  run(std::integral_constant<int, 144>(), /*y_fp32=*/true, /*sliced=*/true,
+      /*shares_rows=*/true, clusters);
+  run(std::integral_constant<int, 176>(), /*y_fp32=*/true, /*sliced=*/true,
+      /*shares_rows=*/false, kMany);
+  run(std::integral_constant<int, 256>(), /*y_fp32=*/false, /*sliced=*/false,
+      /*shares_rows=*/true, kMany);
 }
 
 TEST_P(EmulatedLinearPrefillTest, SumsOfEveryGpuAreThoseOfThePlanWithoutPieces) {
