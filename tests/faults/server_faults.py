@@ -231,6 +231,22 @@ MODEL = [
 
 COLOCATION = [
     Fault(
+        "pixels in memory not compared with their digest",
+        "server/rpc/image_validation.cc",
+        "} else if (DigestOf(pixels) != wire.sha256()) {",
+        "} else if (false) {",
+        "A caller's overwritten image is answered, and kept as the one of that digest.",
+        tests=("integration/shared_memory/test_images.py",),
+    ),
+    Fault(
+        "pixels in memory from its beginning",
+        "server/rpc/image_validation.cc",
+        "      wire.memory().offset(), {reinterpret_cast<std::byte*>",
+        "      0, {reinterpret_cast<std::byte*>",
+        "Images of one region but the first get another one's pixels.",
+        tests=("integration/shared_memory/test_images.py",),
+    ),
+    Fault(
         "failed sleep never ends",
         "server/colocation/sleep_controller.cc",
         "  if (!released.ok() && asleep().empty()) "
