@@ -1,6 +1,7 @@
 """Fixtures and tiers of the Python tests. They run against the real binary: build/dorad, or
 DORAD_BINARY. DORAD_DEEP=1 adds the tests marked `deep`; `--smoke ROOM` runs those of one room."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -35,6 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Libraries are millions of objects, and each full collection would visit them all: a third of
+    # the time of their imports.
+    gc.disable()
     room = config.getoption("--smoke")
     if room:
         config.args[:] = [str(ROOT / "tests" / test) for test in SMOKE.get(room, [])]
@@ -47,6 +51,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
     order = {ROOT / "tests" / file: place for place, file in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # Later collections leave those objects out.
+    gc.enable()
 
 
 # --- Figures.

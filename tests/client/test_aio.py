@@ -8,8 +8,8 @@ import dorad
 import dorad.aio
 import numpy as np
 import pytest
-from fake_server import image_of, overloaded, wait_for
-from lib.server import device
+from fake_server import image_of, overloaded
+from lib.server import device, wait_until
 
 
 def run(server, body, **options):
@@ -135,7 +135,7 @@ def test_leaving_a_stream_cancels_it_on_the_server(server):
         async with client.stream([1]) as stream:
             await anext(stream)
         assert [d async for d in stream] == []
-        await asyncio.to_thread(wait_for, lambda: server.cancelled == 1)
+        await asyncio.to_thread(wait_until, lambda: server.cancelled == 1)
 
     run(server, body)
     assert server.cancelled == 1
@@ -148,7 +148,7 @@ def test_dropping_a_stream_cancels_it_on_the_server(server):
         async for _ in client.stream([1]):
             break
         gc.collect()
-        assert await asyncio.to_thread(wait_for, lambda: server.cancelled == 1)
+        await asyncio.to_thread(wait_until, lambda: server.cancelled == 1)
 
     run(server, body)
 
@@ -169,11 +169,11 @@ def test_cancelling_the_task_cancels_the_request(server):
 
     async def body(client):
         task = asyncio.create_task(client.generate([1]))
-        await asyncio.to_thread(wait_for, lambda: server.running == 1)
+        await asyncio.to_thread(wait_until, lambda: server.running == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert await asyncio.to_thread(wait_for, lambda: server.running == 0)
+        await asyncio.to_thread(wait_until, lambda: server.running == 0)
 
     run(server, body)
 
@@ -197,7 +197,7 @@ def test_many_cancels_the_rest_on_an_error_or_returns_it(server):
         server.endless = True
         with pytest.raises(dorad.InvalidArgument):
             await client.generate_many([[1]] * 5 + [[]], concurrency=6)
-        assert await asyncio.to_thread(wait_for, lambda: server.running == 0)
+        await asyncio.to_thread(wait_until, lambda: server.running == 0)
 
     run(server, body)
 

@@ -6,7 +6,7 @@ import dorad
 import dorad.aio
 import numpy as np
 import pytest
-from fake_server import wait_for
+from lib.server import wait_until
 
 BIG = {f"t{i}": np.zeros(1 << 18, np.float32) for i in range(40)}
 
@@ -31,7 +31,7 @@ def test_closing_the_client_cancels_its_calls(server, kind):
     async def body():
         client = dorad.aio.Client(server.target)
         call = asyncio.create_task(CALLS[kind](client))
-        await asyncio.to_thread(wait_for, lambda: len(server.routing.seen) == 1)
+        await asyncio.to_thread(wait_until, lambda: len(server.routing.seen) == 1)
         await asyncio.sleep(0.1)
         await client.close()
         with pytest.raises(dorad.Cancelled, match="closed"):
@@ -51,7 +51,7 @@ def test_cancelling_a_task_is_not_taken_for_a_closed_client(server):
     async def body():
         async with dorad.aio.Client(server.target) as client:
             tasks = [asyncio.create_task(call(client)) for call in CALLS.values()]
-            await asyncio.to_thread(wait_for, lambda: len(server.routing.seen) == len(CALLS))
+            await asyncio.to_thread(wait_until, lambda: len(server.routing.seen) == len(CALLS))
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)

@@ -6,7 +6,7 @@ import dorad
 import pytest
 from dorad._jsonable import to_jsonable
 from dorad.v1 import control_pb2
-from fake_server import wait_for
+from lib.server import wait_until
 
 
 def test_aborts_by_id_adapter_or_all(client, server):
@@ -54,7 +54,7 @@ def test_a_block_renews_its_yield_and_ends_it(client, server):
         assert share == 0.25 and list(server.gpu_share_limits.values()) == [0.25]
         with client.limited_gpu_share(0.5) as both:
             assert both == 0.25 and len(server.gpu_share_limits) == 2
-        assert wait_for(lambda: len(server.gpu_share_requests) >= 5)
+        wait_until(lambda: len(server.gpu_share_requests) >= 5)
         assert len(server.gpu_share_limits) == 1
     assert server.gpu_share_limits == {}
     assert {request.time_to_live.ToMilliseconds() for request in server.gpu_share_requests} == {
@@ -69,7 +69,7 @@ def test_only_the_first_call_of_a_yield_can_fail_the_block(client, server, caplo
         raise AssertionError("must not run")
     server.failing_limits = {3}
     with client.limited_gpu_share(0.25, time_to_live=0.15):
-        assert wait_for(lambda: len(server.gpu_share_requests) >= 4)
+        wait_until(lambda: len(server.gpu_share_requests) >= 4)
     assert "could not be renewed" in caplog.text and server.gpu_share_limits == {}
     with pytest.raises(ZeroDivisionError), client.limited_gpu_share(0.25):
         raise ZeroDivisionError

@@ -9,7 +9,8 @@ import grpc
 import numpy as np
 import pytest
 from dorad.v1 import inference_pb2
-from fake_server import fail, overloaded, unavailable, wait_for
+from fake_server import fail, overloaded, unavailable
+from lib.server import wait_until
 
 
 def test_returns_samples_with_the_documented_types(client):
@@ -227,7 +228,7 @@ def test_leaving_a_stream_cancels_it_on_the_server(client, server):
     server.endless, server.token_delay = True, 0.005
     with client.stream([1]) as stream:
         next(stream)
-    assert wait_for(lambda: server.cancelled == 1)
+    wait_until(lambda: server.cancelled == 1)
     assert list(stream) == []  # Closed: ends instead of raising.
 
 
@@ -235,7 +236,7 @@ def test_dropping_a_stream_cancels_it_on_the_server(client, server):
     server.endless, server.token_delay = True, 0.005
     for _ in client.stream([1]):
         break
-    assert wait_for(lambda: server.cancelled == 1)
+    wait_until(lambda: server.cancelled == 1)
 
 
 def test_retries_before_the_first_message(client, server):
@@ -324,7 +325,7 @@ def test_timeout(client, server):
     server.endless = True
     with pytest.raises(dorad.DeadlineExceeded):
         client.generate([1], timeout=0.2)
-    assert wait_for(lambda: server.running == 0)
+    wait_until(lambda: server.running == 0)
 
 
 def test_unreachable_server():
@@ -376,7 +377,7 @@ def test_many_cancels_the_rest_on_an_error(client, server):
     prompts = [[1]] * 6 + [[]]
     with pytest.raises(dorad.InvalidArgument):
         client.generate_many(prompts, concurrency=7)
-    assert wait_for(lambda: server.running == 0)
+    wait_until(lambda: server.running == 0)
 
 
 def test_many_reports_progress_of_prompts_that_failed(client):

@@ -7,7 +7,8 @@ import threading
 import dorad
 import dorad.aio
 import pytest
-from fake_server import FakeServer, wait_for
+from fake_server import FakeServer
+from lib.server import wait_until
 
 NOTHING = []  # The server refuses it.
 
@@ -20,7 +21,7 @@ class Selective(FakeServer):
         while prompt > 100 and context.is_active():
             threading.Event().wait(0.005)
         # The refused prompt waits until the caller has the others' results.
-        wait_for(lambda: prompt or self.finished >= 3)
+        wait_until(lambda: prompt or self.finished >= 3)
         yield from super()._tokens(request, context)
 
     finished = 0
@@ -62,7 +63,7 @@ def test_an_error_carries_what_had_finished(server, kind):
     assert [r if r is None else r[0].token_ids.tolist() for r in results[:2]] == [[1], None]
     assert results[2] is caught.value
     assert [r[0].token_ids.tolist() for r in results[3:5]] == [[2], [3]] and results[5] is None
-    assert wait_for(lambda: server.running == 0)
+    wait_until(lambda: server.running == 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,8 +6,8 @@ import sys
 
 import dorad
 import pytest
-from fake_server import wait_for
 from lib.partitions import Partitions
+from lib.server import wait_until
 from lib.zygote import Program
 
 STRANGER = 1
@@ -44,4 +44,4 @@ def test_a_process_is_cut_off_and_others_are_not(links, silent):
         other = Program([sys.executable, "-c", code, target], stdout=subprocess.PIPE)
         assert other.stdout.read() == "serving\n" and other.wait(30) == 0
         partitions.mend()
-        assert wait_for(lambda: serves(client), 30)
+        wait_until(lambda: serves(client), 30)

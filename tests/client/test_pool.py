@@ -11,8 +11,9 @@ import grpc
 import numpy as np
 import pytest
 from dorad.v1 import types_pb2
-from fake_server import FakeServer, fail, wait_for
+from fake_server import FakeServer, fail
 from grpc_health.v1 import health_pb2
+from lib.server import wait_until
 
 TENSORS = {"w": np.ones((2, 2), np.float32)}
 PROMPTS = [[i + 1] for i in range(8)]
@@ -147,12 +148,12 @@ def test_closing_the_pool_ends_the_calls_of_other_threads(server):
         lambda: pool.publish("a", tensors=big, config={}, progress=slow),
         lambda: begun.wait(20) and publish(pool, "b"),  # waits for the other publish
     )
-    assert wait_for(lambda: begun.is_set() and server.running == len(PROMPTS))
+    wait_until(lambda: begun.is_set() and server.running == len(PROMPTS))
     time.sleep(0.2)
     pool.close()
     pool.close()
     assert [type(result) for result in calls.join()] == [dorad.Cancelled] * 3
-    assert wait_for(lambda: server.running == 0)
+    wait_until(lambda: server.running == 0)
     assert server.versions == {}
     with pytest.raises(dorad.Cancelled, match="closed"):
         pool.report()
@@ -214,7 +215,7 @@ def test_the_timeout_of_a_change_spans_its_wait_for_the_one_before(server):
     with Hanging() as hanging, pool_of(server, hanging) as pool:
         hanging.hang = True
         first = Calls(lambda: publish(pool))
-        assert wait_for(lambda: hanging.asked)
+        wait_until(lambda: hanging.asked)
         (error,) = Calls(lambda: publish(pool, timeout=1.0)).join()
         assert isinstance(error, dorad.DeadlineExceeded)
         hanging.hang = False
@@ -278,7 +279,7 @@ def test_removing_a_server_that_a_change_waits_for_is_that_servers_failure(serve
     with Hanging() as hanging, pool_of(server, hanging) as pool:
         hanging.hang = True
         call = Calls(lambda: publish(pool))
-        assert wait_for(lambda: ("List", "a") in hanging.routing.seen)
+        wait_until(lambda: ("List", "a") in hanging.routing.seen)
         pool.remove(hanging.target)
         (error,) = call.join()
         assert isinstance(error, dorad.PoolError) and error.failures.keys() == {hanging.target}
@@ -317,7 +318,7 @@ def test_closing_an_asyncio_pool_cancels_its_calls(server):
     async def body():
         pool = dorad.aio.RolloutPool([server.target])
         call = asyncio.create_task(pool.generate_many(PROMPTS))
-        await asyncio.to_thread(wait_for, lambda: server.running == len(PROMPTS))
+        await asyncio.to_thread(wait_until, lambda: server.running == len(PROMPTS))
         await pool.close()
         with pytest.raises(dorad.Cancelled):
             await asyncio.wait_for(call, 20)

@@ -14,7 +14,8 @@ import dorad
 import dorad.aio
 import grpc
 import pytest
-from fake_server import FakeServer, wait_for
+from fake_server import FakeServer
+from lib.server import wait_until
 
 PROMPTS = [[1], [2], [3]]
 ROLLOUT = operator.methodcaller("generate_many", PROMPTS, max_tokens=1)
@@ -165,7 +166,7 @@ def test_after_fork_every_use_says_what_to_do_and_closing_does_nothing(server):
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "GRPC_VERBOSITY": "NONE"},
         text=True,
     ) as parent:
-        assert wait_for(lambda: server.running == 2, 60)
+        wait_until(lambda: server.running == 2, 60)
         out, _ = parent.communicate("\n", 120)
     assert parent.returncode == 0
     *refused, own = out.splitlines()

@@ -14,7 +14,8 @@ import pytest
 from dorad._channel import Budget
 from dorad._retry import Attempts, Throttle, UploadAttempts
 from dorad.errors import from_rpc_error
-from fake_server import fail, overloaded, unavailable, wait_for
+from fake_server import fail, overloaded, unavailable
+from lib.server import wait_until
 from lib.toxics import BadNetwork, Toxic
 
 NO_LIMIT = Budget(math.inf)
@@ -210,7 +211,7 @@ def test_closing_the_client_ends_its_waits(server, kind):
 
     thread = threading.Thread(target=call)
     thread.start()
-    assert wait_for(lambda: len(server.generate_calls) == 1)
+    wait_until(lambda: len(server.generate_calls) == 1)
     time.sleep(0.1)
     client.close()
     thread.join(60)
@@ -241,7 +242,7 @@ def test_closing_an_asynchronous_client_ends_its_waits(server, streams):
         client = dorad.aio.Client(server.target, timeout=20)
         todo = read(client.stream([1])) if streams else client.generate([1])
         call = asyncio.create_task(todo)
-        await asyncio.to_thread(wait_for, lambda: len(server.generate_calls) == 1)
+        await asyncio.to_thread(wait_until, lambda: len(server.generate_calls) == 1)
         await asyncio.sleep(0.1)
         await client.close()
         with pytest.raises(dorad.Overloaded):

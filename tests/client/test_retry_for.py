@@ -14,8 +14,8 @@ import pytest
 from dorad import _retry
 from dorad._channel import Budget
 from dorad._retry import Attempts, Throttle
-from fake_server import FakeServer, fail, overloaded, unavailable, wait_for
-from lib.server import free_port
+from fake_server import FakeServer, fail, overloaded, unavailable
+from lib.server import free_port, wait_until
 
 TENSORS = {"w": np.ones((2, 2), np.float32)}
 
@@ -367,7 +367,7 @@ def test_many_prompts_outlive_a_server():
                 )
             )
             rollout.start()
-            assert wait_for(lambda: first.running == 9)
+            wait_until(lambda: first.running == 9)
         with FakeServer(port=port):
             rollout.join(50)
     assert [r[0].token_ids.tolist() for r in results] == [[i] for i in range(9)]
@@ -409,7 +409,7 @@ def test_a_pool_learns_the_active_version_from_a_server_that_is_back():
         prompts = threading.Thread(
             target=lambda: made.append(pool.generate_many([[1]], adapter="a", max_tokens=1))
         )
-        assert wait_for(lambda: made)
+        wait_until(lambda: made)
         pool.publish("a", tensors=TENSORS, config={})
         prompts.start()
         prompts.join(30)
@@ -452,7 +452,7 @@ def test_closing_a_pool_ends_its_waits(server):
     async def body():
         pool = dorad.aio.RolloutPool([server.target], timeout=None)
         call = asyncio.create_task(pool.generate_many([[1]]))
-        await asyncio.to_thread(wait_for, lambda: len(server.generate_calls) == 1)
+        await asyncio.to_thread(wait_until, lambda: len(server.generate_calls) == 1)
         await asyncio.sleep(0.1)
         await pool.close()
         with pytest.raises(dorad.Cancelled):

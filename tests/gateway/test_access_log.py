@@ -5,9 +5,10 @@ import re
 
 import httpx
 import pytest
-from fake_server import overloaded, wait_for
+from fake_server import overloaded
 from lib.gateway import running_gateway
 from lib.gateway_clients import COMPLETION
+from lib.server import wait_until
 
 SECRET = "hush-this-is-a-token"
 PROMPT = "a text that nobody may read"
@@ -20,7 +21,7 @@ def lines_of(running, request_id):
         lines = running.log()
         return [line for line in lines if line.get("request_id", "").startswith(request_id)]
 
-    assert wait_for(found, 60), running.log()
+    wait_until(found, 60), running.log()
     return found()
 
 
@@ -132,7 +133,7 @@ def test_level_warning_tells_no_requests(fake, logged):
 def test_text_is_for_terminals(logged):
     running, http = logged("--log-format", "text")
     http.get("/v1/models/fake-model", headers={"x-request-id": "shown"})
-    assert wait_for(lambda: "shown" in running.log_path.read_text(), 60)
+    wait_until(lambda: "shown" in running.log_path.read_text(), 60)
     (line,) = [x for x in running.log_path.read_text().splitlines() if "shown" in x]
     assert re.match(r'\S+Z info request ended request_id="shown" peer="127.0.0.1:\d+" ', line)
     assert 'endpoint="model" model="fake-model" status="200"' in line

@@ -13,13 +13,13 @@ import pytest
 from dorad._routing import affinity, text_key
 from dorad.fleet import manifest as m
 from dorad.fleet.manifest_store import ManifestFile, change
-from fake_server import FakeServer, wait_for
+from fake_server import FakeServer
 from grpc_health.v1 import health_pb2
 from lib.certificates import Authority
 from lib.ext_proc import PORT, Exchange, completion, destination, exchange, pb, pick, picking
 from lib.ext_proc import ExternalProcessorStub as Stub
 from lib.gateway import command, running_gateway
-from lib.server import environment
+from lib.server import environment, wait_until
 
 AWAY = health_pb2.HealthCheckResponse.NOT_SERVING
 BODY = completion("Hello", "a")
@@ -191,7 +191,7 @@ def test_a_long_body_is_refused(servers, tmp_path):
 def test_servers_that_drain_are_passed_over_and_none_is_503(stub, servers):
     first = next(server for server in servers if pod(server) == pick(stub, BODY))
     first.health.set("", AWAY)
-    assert wait_for(lambda: pick(stub, BODY) != pod(first), 30)
+    wait_until(lambda: pick(stub, BODY) != pod(first), 30)
     for server in servers:
         server.health.set("", AWAY)
 
@@ -201,7 +201,7 @@ def test_servers_that_drain_are_passed_over_and_none_is_503(stub, servers):
             answer = it.next()
             return answer.immediate_response.status.code == 503
 
-    assert wait_for(none_is_ready, 30)
+    wait_until(none_is_ready, 30)
 
 
 def test_members_of_a_fleet_are_followed_and_those_that_lag_passed_over(servers, tmp_path):
@@ -220,15 +220,15 @@ def test_members_of_a_fleet_are_followed_and_those_that_lag_passed_over(servers,
 
         assert found() == {pod(servers[0]), pod(servers[1])}
         apply(m.renew, [servers[2].target], until)
-        assert wait_for(lambda: found() == set(map(pod, servers)), 30)
+        wait_until(lambda: found() == set(map(pod, servers)), 30)
         apply(m.leave, servers[0].target)
-        assert wait_for(lambda: found() == {pod(servers[1]), pod(servers[2])}, 30)
+        wait_until(lambda: found() == {pod(servers[1]), pod(servers[2])}, 30)
         release = m.Release(1, m.Files("a" * 64, "b" * 64, 7), "upload")
         apply(m.prepare, "a", m.Prepared(release, "one", 0.0))
         with dorad.Client(servers[1].target) as client:
             version = client.publish("a", tensors={"w": np.ones((2, 2), np.float32)}, config={})
         apply(m.commit, "a", 1, "one", version.digest)
-        assert wait_for(lambda: found() == {pod(servers[1])}, 30)
+        wait_until(lambda: found() == {pod(servers[1])}, 30)
 
 
 def test_it_speaks_tls(servers, tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from dorad.fleet import manifest as m
 from dorad.fleet.manifest_store import ManifestFile, change
-from fake_server import FakeServer, wait_for
+from fake_server import FakeServer
 from lib.gateway import command, running_gateway
 from lib.gateway_clients import COMPLETION
 from lib.peers import ALLOWED
@@ -71,7 +71,7 @@ def ready(http):
 
 def becomes_ready(http, *servers):
     wanted = [server.target for server in servers]
-    assert wait_for(lambda: [at for at, yes in ready(http).items() if yes] == wanted, 30)
+    wait_until(lambda: [at for at, yes in ready(http).items() if yes] == wanted, 30)
 
 
 def calls(servers):
@@ -122,7 +122,7 @@ def test_prompts_name_the_fleets_version_at_once(http, store, three):
     for server in three[:2]:
         first = publish(server, 1)
     commit(store, first)
-    assert wait_for(lambda: version(http, HOME) == 1 and pins(three), 30)
+    wait_until(lambda: version(http, HOME) == 1 and pins(three), 30)
     for server in three[:2]:
         server.generate_calls.clear()
         second = publish(server, 2)
@@ -143,7 +143,7 @@ def test_a_name_that_the_fleet_has_retired_is_not_found_also_where_a_server_has_
     commit(store, version)
     becomes_ready(http, *three[:2])
     apply(store, m.retire, "a", 1)
-    assert wait_for(lambda: http.post("/v1/completions", json=HOME).status_code == 404, 30)
+    wait_until(lambda: http.post("/v1/completions", json=HOME).status_code == 404, 30)
     assert http.post("/v1/completions", json={**HOME, "model": "beside"}).status_code == 200
 
 
@@ -156,7 +156,7 @@ def test_an_answer_that_has_begun_ends_after_its_server_has_left(http, store, th
         lines = answer.iter_lines()
         next(lines)
         apply(store, m.leave, three[0].target)
-        assert wait_for(lambda: ready(http) == {}, 30)
+        wait_until(lambda: ready(http) == {}, 30)
         rest = list(lines)
         assert "data: [DONE]" in rest and not any("error" in line for line in rest)
     assert http.post("/v1/completions", json=COMPLETION).status_code == 503
@@ -188,8 +188,8 @@ def test_real_servers_of_a_trainer(zoo, folder, store, tmp_path):
             running_gateway([], "--fleet", manifest, scratch=tmp_path) as running,
             httpx.Client(base_url=running.url, timeout=60) as http,
         ):
-            assert wait_for(lambda: list(ready(http).values()) == [True, True], 30)
+            wait_until(lambda: list(ready(http).values()) == [True, True], 30)
             body = {**HOME, "prompt": [1, 40, 77]}
             assert version(http, body) == 1
             fleet.publish("a", path=zoo.adapter("llama2", "lora"), durable=False)
-            assert wait_for(lambda: version(http, body) == 2, 10)
+            wait_until(lambda: version(http, body) == 2, 10)

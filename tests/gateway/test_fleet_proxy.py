@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from dorad.fleet import manifest as m
 from dorad.fleet.manifest_store import ManifestFile, change
-from fake_server import FakeServer, wait_for
+from fake_server import FakeServer
 from grpc_health.v1 import health_pb2
 from lib.nginx import nginx
-from lib.server import environment
+from lib.server import environment, wait_until
 
 AWAY = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -77,20 +77,21 @@ def test_nginx_has_the_members_with_the_fleets_versions(servers, store, tmp_path
             lines = sorted(f"server {server.target} max_fails=0;" for server in wanted)
             return listed.read_text().splitlines() == lines
 
-        assert wait_for(lambda: lists(*servers[:2]), 30)
-        assert wait_for(lambda: asked(proxy, servers) == [True, True, False], 30)
+        wait_until(lambda: lists(*servers[:2]), 30)
+        wait_until(lambda: asked(proxy, servers) == [True, True, False], 30)
         # A server that is away stays: nginx passes over it.
         servers[0].health.set("", AWAY)
         join(store, servers[2])
-        assert wait_for(lambda: lists(*servers), 30)
+        wait_until(lambda: lists(*servers), 30)
         servers[0].health.set("", health_pb2.HealthCheckResponse.SERVING)
         with dorad.Client(servers[1].target) as client:
             version = client.publish("a", tensors={"w": np.ones((2, 2), np.float32)}, config={})
         release = m.Release(1, m.Files("a" * 64, "b" * 64, 7), "upload")
         apply(store, m.prepare, "a", m.Prepared(release, "one", 0.0))
         apply(store, m.commit, "a", 1, "one", version.digest)
-        assert wait_for(lambda: lists(servers[1]), 30)
-        assert wait_for(lambda: asked(proxy, servers) == [False, True, False], 30)
+        wait_until(lambda: lists(servers[1]), 30)
+        wait_until(lambda: asked(proxy, servers) == [False, True, False], 30)
         # The last one stays, too: nginx refuses an empty list.
         apply(store, m.leave, servers[1].target)
-        assert not wait_for(lambda: not lists(servers[1]), 3)
+        with pytest.raises(AssertionError):
+            wait_until(lambda: not lists(servers[1]), 3)

@@ -11,10 +11,10 @@ import pytest
 from dorad._routing import FULL_KV, FULL_QUEUE, affinity, text_key
 from dorad.fleet import manifest as m
 from dorad.fleet.manifest_store import ManifestFile, change
-from fake_server import FakeServer, wait_for
+from fake_server import FakeServer
 from grpc_health.v1 import health_pb2
 from lib.ext_proc import PORT, completion, exchange, pick, picking
-from lib.server import parse_metrics
+from lib.server import parse_metrics, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 BODY = completion("Hello", "a")
@@ -65,17 +65,17 @@ def of_reason(picker, reason):
 def test_what_others_send_to_a_server_counts(picker, servers):
     assert pick(picker.stub, BODY) == pod(servers[0])
     servers[0].running_of_others = 20
-    assert wait_for(lambda: told(picker, servers, "server_load") == [20, 0, 0], 30)
+    wait_until(lambda: told(picker, servers, "server_load") == [20, 0, 0], 30)
     assert pick(picker.stub, BODY) == pod(servers[1])
     assert (of_reason(picker, "home"), of_reason(picker, "bound")) == (1, 1)
     # Equal loads, however high: the home has no more than its share.
     for server in servers:
         server.running_of_others = 20
-    assert wait_for(lambda: told(picker, servers, "server_load") == [20] * 3, 30)
+    wait_until(lambda: told(picker, servers, "server_load") == [20] * 3, 30)
     assert pick(picker.stub, BODY) == pod(servers[0])
     # Without a home the load decides, too.
     servers[2].running_of_others = 0
-    assert wait_for(lambda: told(picker, servers, "server_load") == [20, 20, 0], 30)
+    wait_until(lambda: told(picker, servers, "server_load") == [20, 20, 0], 30)
     assert pick(picker.stub, b"no JSON") == pod(servers[2])
     assert of_reason(picker, "least") == 1
 
@@ -92,20 +92,20 @@ def test_a_full_server_is_passed_over_while_another_has_room(picker, servers, ch
         for server in filled:
             vars(server).update(change)
         full = [server in filled for server in servers]
-        assert wait_for(lambda: [v > most for v in told(picker, servers, name)] == full, 30)
+        wait_until(lambda: [v > most for v in told(picker, servers, name)] == full, 30)
 
     fill(servers[:1])
     # Others have as much to do, so that the bound is not what decides.
     for server in servers[1:]:
         server.running_of_others = change.get("queued", 0)
     loads = [change.get("queued", 0)] * 3
-    assert wait_for(lambda: told(picker, servers, "server_load") == loads, 30)
+    wait_until(lambda: told(picker, servers, "server_load") == loads, 30)
     assert pick(picker.stub, BODY) == pod(servers[1])
     assert of_reason(picker, "full") == 1
     for server in servers[1:]:
         server.running_of_others = 0
     fill(servers)
-    assert wait_for(lambda: len(set(told(picker, servers, "server_load"))) == 1, 30)
+    wait_until(lambda: len(set(told(picker, servers, "server_load"))) == 1, 30)
     assert pick(picker.stub, BODY) == pod(servers[0])
 
 
@@ -117,7 +117,7 @@ def test_what_has_begun_and_ended_since_the_last_look_counts(picker, servers):
             it.next()
         assert sorted(told(picker, servers, "server_load")) == [0, 0, 1]
         assert metrics(picker)["dorad_picker_requests_in_flight"] == 1
-    assert wait_for(lambda: told(picker, servers, "server_load") == [0, 0, 0], 30)
+    wait_until(lambda: told(picker, servers, "server_load") == [0, 0, 0], 30)
     assert metrics(picker)["dorad_picker_requests_in_flight"] == 0
 
 
@@ -140,13 +140,13 @@ def test_each_request_has_one_outcome(picker, servers):
         assert it.next().immediate_response.status.code == 413
     with exchange(picker.stub) as it:
         it.headers()
-    assert wait_for(lambda: outcomes(picker) == [1, 1, 1, 1], 30)
+    wait_until(lambda: outcomes(picker) == [1, 1, 1, 1], 30)
 
 
 def test_it_shows_which_servers_get_requests_and_how_old_that_is(picker, servers):
     assert told(picker, servers, "server_ready") == [1, 1, 1]
     servers[1].health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-    assert wait_for(lambda: told(picker, servers, "server_ready") == [1, 0, 1], 30)
+    wait_until(lambda: told(picker, servers, "server_ready") == [1, 0, 1], 30)
     assert 0 <= metrics(picker)["dorad_picker_look_age_seconds"] < 20
     assert told(picker, servers, "server_versions_behind") == [0, 0, 0]
     (labels,) = [of for of in metrics(picker) if of.startswith("dorad_picker_build_info")]

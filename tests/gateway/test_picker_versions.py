@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from dorad.fleet import manifest as m
 from dorad.fleet.manifest_store import ManifestFile, change
-from fake_server import FakeServer, wait_for
+from fake_server import FakeServer
 from lib import ext_proc
 from lib.ext_proc import completion, pick, picking
 from lib.gateway import running_gateway
+from lib.server import wait_until
 
 HOSTS = ["127.0.0.1", "127.0.0.2"]
 PROMPTS = [[n, n + 1] for n in range(12)]
@@ -25,6 +26,7 @@ class Pods(NamedTuple):
     servers: list[FakeServer]
     stub: ext_proc.ExternalProcessorStub
     store: ManifestFile
+    http: httpx.Client
 
 
 def apply(store, how, *arguments):
@@ -57,7 +59,8 @@ def pods(tmp_path):
             stack.enter_context(running_gateway(server.target, *listen, scratch=scratch))
         apply(store, m.renew, [server.target for server in servers], time.time() + 600)
         line = ["--fleet", tmp_path / "fleet.json", "--endpoint-port", port]
-        yield Pods(servers, stack.enter_context(picking([], tmp_path, *line)).stub, store)
+        stub = stack.enter_context(picking([], tmp_path, *line)).stub
+        yield Pods(servers, stub, store, stack.enter_context(httpx.Client(timeout=60)))
 
 
 def publish(server, value):
@@ -77,7 +80,7 @@ def ask(pods, model, prompt=(1, 2)):
     """As a proxy: the pod's status, and the version that it names, or its reason."""
     address = pick(pods.stub, completion(list(prompt), model))
     body = {"model": model, "prompt": list(prompt), "max_tokens": 2}
-    answer = httpx.post(f"http://{address}/v1/completions", json=body, timeout=60)
+    answer = pods.http.post(f"http://{address}/v1/completions", json=body)
     if answer.status_code != 200:
         return answer.status_code, answer.json()["error"]["code"]
     return 200, answer.json()["choices"][0]["dorad"]["version"]
@@ -102,7 +105,7 @@ def test_a_named_version_is_honoured_where_it_is_and_refused_where_it_is_nowhere
     """Also one that only some members have, as after a join."""
     first, second = versions
     for ref in ("a@1", f"a@1:{first.digest[:12]}"):
-        assert wait_for(lambda ref=ref: all_of(pods, ref) == {(200, 1)}, 30)
+        wait_until(lambda ref=ref: all_of(pods, ref) == {(200, 1)}, 30)
         assert all_of(pods, ref) == {(200, 1)}
     pods.servers[0].generate_calls.clear()
     assert all_of(pods, "a@2") == {(200, 2)}
@@ -116,12 +119,12 @@ def test_a_name_goes_where_the_fleets_version_is_active(pods, versions):
     with dorad.Client(pods.servers[1].target) as client:
         pods.servers[1].versions["a", 1] = pods.servers[0].versions["a", 1]
         client.activate("a@1")
-    assert wait_for(lambda: all_of(pods, "a") == {(200, 2)}, 30)
+    wait_until(lambda: all_of(pods, "a") == {(200, 2)}, 30)
     assert all_of(pods, "a") == {(200, 2)}
 
 
 def test_requests_of_a_sequence_meet_on_one_pod_also_once_they_name_the_version(pods, versions):
-    assert wait_for(lambda: all_of(pods, "a@1") == {(200, 1)}, 30)  # It knows the servers.
+    wait_until(lambda: all_of(pods, "a@1") == {(200, 1)}, 30)  # It knows the servers.
     for server in pods.servers:
         server.generate_calls.clear()
     for prompt in PROMPTS:

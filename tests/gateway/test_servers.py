@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from dorad._routing import affinity, home_key
 from dorad.v1 import types_pb2
-from fake_server import FakeServer, fail, overloaded, shutting_down, wait_for
+from fake_server import FakeServer, fail, overloaded, shutting_down
 from fake_server.errors import connection_lost
 from grpc_health.v1 import health_pb2
 from lib.gateway import command, running_gateway
 from lib.gateway_clients import COMPLETION
-from lib.server import environment, free_port, serve
+from lib.server import environment, free_port, serve, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 SERVING, AWAY = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -51,7 +51,7 @@ def through(servers, scratch, *arguments):
 @pytest.fixture
 def http(pair, folder, tmp_path):
     with through(pair, tmp_path, "--tokenizer", folder) as it:
-        assert wait_for(lambda: ready_by_metrics(it) == [1, 1], 60)
+        wait_until(lambda: ready_by_metrics(it) == [1, 1], 60)
         yield it
 
 
@@ -98,7 +98,7 @@ def test_a_server_gets_no_more_than_its_bound(pair, http):
             next(lines)
             stack.callback(lines.close)
         assert [server.running for server in pair] == [3, 1]  # At most 1.25 * 5 / 2 with the next.
-    assert wait_for(lambda: [server.running for server in pair] == [0, 0], 60)
+    wait_until(lambda: [server.running for server in pair] == [0, 0], 60)
 
 
 @pytest.mark.parametrize("refuse", [connection_lost, shutting_down, overloaded(5.0)])
@@ -209,12 +209,12 @@ def test_it_is_ready_while_one_server_is(pair, http):
 def test_a_server_that_drains_gets_no_new_requests_until_it_serves_again(pair, http):
     assert ready_by_metrics(http) == [1, 1]
     pair[0].health.set("", AWAY)
-    assert wait_for(lambda: ready_by_metrics(http) == [0, 1], 60)
+    wait_until(lambda: ready_by_metrics(http) == [0, 1], 60)
     for _ in range(3):
         assert http.post("/v1/completions", json=COMPLETION).status_code == 200
     assert [len(server.generate_calls) for server in pair] == [0, 3]
     pair[0].health.set("", SERVING)
-    assert wait_for(lambda: ready_by_metrics(http) == [1, 1], 60)
+    wait_until(lambda: ready_by_metrics(http) == [1, 1], 60)
     assert http.post("/v1/completions", json=COMPLETION).status_code == 200
     assert [len(server.generate_calls) for server in pair] == [1, 3]
 
@@ -224,9 +224,9 @@ def test_a_server_that_is_not_there_yet_joins_later(folder, tmp_path):
     with FakeServer() as first, through([f"127.0.0.1:{port}", first], tmp_path) as http:
         assert http.post("/v1/completions", json=COMPLETION).status_code == 200
         with FakeServer(port=port) as late:
-            assert wait_for(lambda: ready_by_metrics(http) == [1, 1], 60)
+            wait_until(lambda: ready_by_metrics(http) == [1, 1], 60)
             first.health.set("", AWAY)
-            assert wait_for(lambda: ready_by_metrics(http) == [1, 0], 60)
+            wait_until(lambda: ready_by_metrics(http) == [1, 0], 60)
             assert http.post("/v1/completions", json=COMPLETION).status_code == 200
             assert len(late.generate_calls) == 1
 
@@ -243,7 +243,7 @@ def test_servers_of_different_models_are_refused_at_the_start(pair):
 
 def test_a_server_that_returns_with_another_model_gets_no_requests(pair, http):
     pair[1].model_digest = "another"
-    assert wait_for(lambda: ready_by_metrics(http) == [1, 0], 60)
+    wait_until(lambda: ready_by_metrics(http) == [1, 0], 60)
     pair[0].refuse_generate = [connection_lost]
     assert http.post("/v1/completions", json=COMPLETION).status_code == 503
     assert pair[1].generate_calls == []
@@ -272,7 +272,7 @@ def test_targets_come_from_the_environment_too(pair, tmp_path):
 def test_one_refusal_of_a_token_is_final(pair, http):
     for server in pair:
         server.deny_info = "no"
-    assert wait_for(lambda: http.post("/v1/completions", json=COMPLETION).status_code == 403, 60)
+    wait_until(lambda: http.post("/v1/completions", json=COMPLETION).status_code == 403, 60)
     assert [server.generate_calls for server in pair if server.generate_calls] == []
 
 

@@ -388,7 +388,7 @@ class Life:
             self.hear()
             return condition()
 
-        wait_until(heard, PATIENCE, what, interval=0.05)
+        wait_until(heard, PATIENCE, what)
 
     def others(self) -> dict[str, dict[str, tuple[int, str]] | None]:
         """Members that do not have what the manifest says, or something else, too: what they have.

@@ -165,15 +165,21 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def wait_until(condition, timeout: float = 60.0, what: str = "condition", interval: float = 0.01):
+def wait_until(condition, timeout: float = 60.0, what: str = "condition"):
     """The first true value of condition()."""
-    deadline = time.monotonic() + timeout
+    begin = time.monotonic()
     while True:
         value = condition()
         if value:
             return value
-        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
-        time.sleep(interval)
+        waited = time.monotonic() - begin
+        assert waited < timeout, f"not within {timeout} s: {what}"
+        time.sleep(pause_after(waited))
+
+
+def pause_after(waited: float) -> float:
+    """Seconds until the next look: a condition may cost as much as the work that it waits for."""
+    return min(0.01 + waited / 8, 0.1)
 
 
 def _can_fork(program: str) -> bool:

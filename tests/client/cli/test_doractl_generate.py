@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from dorad.cli.app import app
-from fake_server import wait_for
+from lib.server import wait_until
 from test_text import make_folder
 from typer.testing import CliRunner
 
@@ -141,13 +141,13 @@ def test_interrupting_generate_cancels_on_the_server(server):
         stderr=subprocess.PIPE,
     )
     try:
-        assert wait_for(lambda: server.running == 1, 20)
+        wait_until(lambda: server.running == 1, 20)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=20)
     finally:
         process.kill()
     assert process.returncode == 130 and b"Traceback" not in stderr
-    assert wait_for(lambda: server.running == 0)
+    wait_until(lambda: server.running == 0)
 
 
 def test_generate_ends_at_a_stop_string(doractl, server, model):
@@ -166,7 +166,7 @@ def test_a_stop_string_cancels_the_call(doractl, server, model):
     server.endless = True
     options = ("generate", "--token-ids", "64", "-m", model, "-n", "2", "--stop", "k")
     assert doractl(*options, "-o", "json").count('"stop": "k"') == 2
-    wait_for(lambda: server.cancelled)
+    wait_until(lambda: server.cancelled)
 
 
 def test_stop_strings_need_a_tokenizer(doractl):

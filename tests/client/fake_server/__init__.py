@@ -6,7 +6,7 @@ Token t of sample i of a prompt is (sum of the prompt + 10·i + t) mod VOCAB, it
 
 from .encoding import image_of
 from .errors import connection_lost, fail, overloaded, shutting_down, unavailable
-from .server import FakeServer, wait_for
+from .server import FakeServer
 
 __all__ = [
     "FakeServer",
@@ -16,5 +16,4 @@ __all__ = [
     "overloaded",
     "shutting_down",
     "unavailable",
-    "wait_for",
 ]

@@ -1,7 +1,6 @@
 """The server: its listeners, what it remembers, and what steers it."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -113,12 +112,3 @@ class FakeServer(FakeInference, FakeAdapters, FakeControl):
             if context.code() is None and not getattr(context, "dorad_done", False):
                 self.cancelled += 1
                 self.lock.notify_all()
-
-
-def wait_for(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return False
