@@ -211,9 +211,9 @@ def test_a_token_that_is_taken_out_stops_working(asking_http, tokens_file, base)
         return asking_http.get(f"/v1/models/{base}", headers=headers).status_code
 
     write_tokens(tokens_file, TOKENS | {"leaving": ("t", ["infer"])}, {})
-    wait_until(lambda: status() == 200, 20, "the token is known", 0.1)
+    wait_until(lambda: status() == 200, 20, "the token is known")
     write_tokens(tokens_file, TOKENS, {})
-    wait_until(lambda: status() == 401, 20, "the token is forgotten", 0.1)
+    wait_until(lambda: status() == 401, 20, "the token is forgotten")
 
 
 def test_a_server_that_asks_nobody_is_not_asked_for_each_caller(folder, tmp_path):
@@ -405,7 +405,7 @@ def test_a_server_that_turns_out_to_ask_nobody_gets_no_calls_of_others(
 
             assert code() == "UNAVAILABLE"
             with serve(folder, settings={"server.grpc_listen": address}):
-                wait_until(lambda: http.get("/health").status_code == 200, 20, "health", 0.1)
+                wait_until(lambda: http.get("/health").status_code == 200, 20, "health")
                 assert code() == "SERVER_OPEN"
 
 

@@ -175,23 +175,23 @@ def test_a_new_certificate_is_shown_and_a_broken_one_never(zoo, tmp_path, ca) ->
         first = server.metric(expiry)
         assert time.time() + 86400 < first < time.time() + 3 * 86400
         install(ca.issue("second", end=5), where)
-        wait_until(lambda: shown_by(server.grpc) == "second", 60, "the new certificate", 0.2)
+        wait_until(lambda: shown_by(server.grpc) == "second", 60, "the new certificate")
         wait_until(lambda: server.metric(expiry) > first + 86400, what="the new expiry")
         assert server.metric(failures) == 0
 
         broken = ["not a certificate", where[0].read_text()[:200], ca.issue("third")[0].read_text()]
         for number, text in enumerate(broken, start=1):
             where[0].write_text(text)
-            wait_until(lambda n=number: server.metric(failures) == n, 60, "the failure", 0.1)
+            wait_until(lambda n=number: server.metric(failures) == n, 60, "the failure")
             assert shown_by(server.grpc) == "second"
         install(ca.issue("late", begin=-3, end=-1), where)
-        wait_until(lambda: server.metric(failures) == 4, 60, "the failure", 0.1)
+        wait_until(lambda: server.metric(failures) == 4, 60, "the failure")
         assert "TLS_CERTIFICATE_EXPIRED" in server.log()
         where[0].unlink()
-        wait_until(lambda: server.metric(failures) == 5, 60, "the failure", 0.1)
+        wait_until(lambda: server.metric(failures) == 5, 60, "the failure")
         assert shown_by(server.grpc) == "second"
         install(ca.issue("fourth"), where)
-        wait_until(lambda: shown_by(server.grpc) == "fourth", 60, "the good one", 0.2)
+        wait_until(lambda: shown_by(server.grpc) == "fourth", 60, "the good one")
         assert server.metric(failures) == 5
         seen = traffic.calls, traffic.connections
         wait_until(lambda: traffic.connections > seen[1] + 2, 60, "more connections")

@@ -279,11 +279,11 @@ def test_a_changed_file_counts_without_a_restart_and_a_broken_one_does_not(zoo, 
         thread.start()
         assert (who("old"), who("new")) == ("", "TOKEN_INVALID")
         write_tokens(path, {"new": ("t", ["infer"]), "stays": ("t", ["infer"])}, {})
-        wait_until(lambda: who("new") == "", 20, "the new token", 0.1)
+        wait_until(lambda: who("new") == "", 20, "the new token")
         assert who("old") == "TOKEN_INVALID"
         for number, text in enumerate(("tokens: [", "tokens: [{name: x}]\n"), start=1):
             path.write_text(text)
-            wait_until(lambda n=number: server.metric(failures) == n, 20, "the failure", 0.1)
+            wait_until(lambda n=number: server.metric(failures) == n, 20, "the failure")
             assert who("new") == ""
         stop.set()
         thread.join()
