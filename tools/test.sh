@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The unit tests of every room through ctest and, at the same time, tests/*.py against build/dorad:
-# in three processes for each core, because most tests wait; a file in one of them, because its tests
+# in two processes for each core, because many tests wait; a file in one of them, because its tests
 # share servers. Up to three failed ones run once more, alone. DORAD_DEEP=1 adds the long ones.
 # Further arguments go to pytest. Ends with a summary and exits non-zero when anything failed.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -20,7 +20,7 @@ else
   echo "tests against $build/dorad"
   export DORAD_BINARY=$ROOT/$build/dorad
   failed=0
-  "$VENV/bin/python" -m pytest --junit-xml "$results/python.xml" --numprocesses "$((3 * cores))" \
+  "$VENV/bin/python" -m pytest --junit-xml "$results/python.xml" --numprocesses "$((2 * cores))" \
     --dist loadfile --no-loadscope-reorder --durations 5 "$@" || failed=1
   wait_beside "unit tests" || status=1
   if ((failed)); then

@@ -111,9 +111,16 @@ def preemptions(server: Server) -> float:
     return server.metric("dorad_engine_preemptions_total")
 
 
-def assert_preempted(setup: Setup, server: Server) -> None:
-    """Windows leave room for these short contexts: test_windows.py has longer ones."""
-    assert preemptions(server) > 0 or config_of(setup).get("sliding_window")
+def until_preempted(setup: Setup, server: Server, run: Callable[[], list[Sample]]) -> list[Sample]:
+    """The last samples of `run`. Where a busy machine keeps sequences apart, it runs again.
+
+    Windows leave room for these short contexts: test_windows.py has longer ones.
+    """
+    for _ in range(8):
+        samples = run()
+        if preemptions(server) > 0 or config_of(setup).get("sliding_window"):
+            return samples
+    raise AssertionError("no sequence was preempted")
 
 
 @pytest.fixture(scope="module", params=SETUPS, ids="-".join)
@@ -219,10 +226,9 @@ def test_preempted_equals_alone(setup: Setup) -> None:
     """Room for one full context and little more: most of the sixteen must wait or be preempted."""
     settings = {"engine.kv_bytes": few_pages(setup), "engine.prefix_cache": False}
     server = setup.another(**settings)
-    samples = run_batch(server)
+    samples = until_preempted(setup, server, lambda: run_batch(server))
     preempted = sum(sample.finish.usage.preemptions for sample in samples)
     assert preempted == preemptions(server)
-    assert_preempted(setup, server)
     assert [bits(sample) for sample in samples] == setup.alone
 
 
@@ -264,9 +270,8 @@ def test_drafts_leave_no_trace(setup: Setup, kind: str) -> None:
     # Chunks of prompts and drafts, and sequences that lose their pages.
     settings = {"engine.kv_bytes": few_pages(setup), "engine.max_step_tokens": 24}
     server = setup.another(**settings)
-    ways.append(run_drafted(server, setup, kind))
     # Of all kinds so far: drafts that are taken leave sequences little time to meet.
-    assert_preempted(setup, server)
+    ways.append(until_preempted(setup, server, lambda: run_drafted(server, setup, kind)))
     for samples in ways:
         assert [bits(sample) for sample in samples] == setup.alone
     accepted = [s.finish.usage.accepted_draft_tokens for samples in ways for s in samples]
@@ -350,8 +355,8 @@ def test_prompt_logprobs_in_chunks_and_preempted_equal_score(setup: Setup) -> No
     server = setup.another(**{"engine.max_step_tokens": 7})
     assert_prompts_scored(run_batch(server, **wanted), setup)
     server = setup.another(**{"engine.kv_bytes": few_pages(setup), "engine.max_step_tokens": 9})
-    assert_prompts_scored(run_batch(server, **wanted), setup)
-    assert_preempted(setup, server)
+    samples = until_preempted(setup, server, lambda: run_batch(server, **wanted))
+    assert_prompts_scored(samples, setup)
 
 
 def test_prompt_logprobs_come_once_for_several_samples(setup: Setup) -> None:

@@ -169,9 +169,10 @@ def test_others_find_it_by_its_name(fleet, spec, folder):
 
 def test_servers_that_cannot_run_are_taken_back_with_the_reason(fleet, spec, tmp_path):
     fleet.scale(1)
-    with pytest.raises(dorad.PoolError, match=r"1 of 20 servers .*(\n.*)*it needs \{'CPU': 1\}"):
+    # A fast one may have started within that time.
+    with pytest.raises(dorad.PoolError, match=r"it needs \{'CPU': 1\}") as caught:
         fleet.scale(20, timeout=0.5)
-    assert len(fleet.servers()) == 1
+    assert f"{len(fleet.servers())} of 20 servers" in str(caught.value)
     bad = dorad.ray.Fleet("bad", **spec | {"model": tmp_path / "none", "folder": tmp_path / "bad"})
     with pytest.raises(dorad.PoolError, match=r"0 of 1 servers .*(\n.*)*did not start.*log ends"):
         bad.scale(1)
