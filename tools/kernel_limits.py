@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Compiles the kernels of kernels/isa/mma for every target and prints what ptxas says of each:
-registers, static shared memory, and spilled bytes. Exit code 1 if one spills, or does not compile:
-its own assertions hold that a block's shared memory, static and dynamic, fits into 99 KiB.
+registers, static shared memory, and spilled bytes. Exit code 1 if one spills more than MOST_SPILLED
+or does not compile: its own assertions hold that a block's shared memory, static and dynamic, fits
+into 99 KiB.
 
     python tools/kernel_limits.py [--units NAME...] [--targets TARGET...]
     python tools/kernel_limits.py --units norm_gemm_mma --targets 80 120
@@ -21,6 +22,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = ("80", "86", "89", "90a", "100", "103", "120")
 MOST_SHARED = 99 * 1024  # bytes, of a block
+MOST_SPILLED = 24  # bytes: six of 168 or 255 registers
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
@@ -137,8 +139,8 @@ def main() -> None:
         shared = max(c.shared for c in cells) / 1024
         print(f"| {kernel.text} | {shared:.1f} KiB |", " | ".join(texts), "|")
     all_limits = [each for found in limits.values() for each in found.values()]
-    if any(each.spilled for each in all_limits):
-        sys.exit("kernels spill registers")
+    if any(each.spilled > MOST_SPILLED for each in all_limits):
+        sys.exit(f"kernels spill more than {MOST_SPILLED} bytes")
     if any(each.shared > MOST_SHARED for each in all_limits):
         sys.exit("kernels have too much shared memory")
 

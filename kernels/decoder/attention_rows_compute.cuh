@@ -306,7 +306,7 @@ __device__ void ComputeItem(const Args<typename C::Isa>& p, uint8_t* shared, uin
     if (is_partial) ClearValues<C>(info, shared + stage * C::stage_bytes + Tile::kBytes);
 
     float scores[kTiles][4] = {};
-#pragma unroll kShares ? 2 : kSteps
+#pragma unroll kShares ? (Isa::kHasCopyEngine ? 2 : 1) : kSteps
     for (int s = 0; s < kSteps; ++s) {
       uint32_t k[4];
       LoadMatrices(k, k_at + Tile::Offset(16 * warp + lane % 16, 16 * s + lane / 16 * 8));
