@@ -91,7 +91,7 @@ __device__ void PrefillBlock<kN>::ConsumeTiles(int first_tile) {
     }
   });
   if (!last.is_last) return;  // there was no tile
-  // The ring has room, once nobody reads it.
+  // After the barrier no consumer reads the ring any more: its memory takes the sums.
   NamedBarrier(1, kConsumers);
   Park(ring_, kept);
   __syncwarp();
