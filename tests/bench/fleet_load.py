@@ -20,7 +20,6 @@ bandwidth, so that a publish there has no slow link to save. JSON lines, then ta
 import argparse
 import contextlib
 import json
-import os
 import random
 import statistics
 import sys
@@ -37,10 +36,10 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "client" / "src"), str(ROOT / "t
 import dorad  # noqa: E402
 import make_random_model  # noqa: E402
 import numpy as np  # noqa: E402
+from lib.markdown import table  # noqa: E402
 from lib.peers import ALLOWED  # noqa: E402
 from lib.server import Server, device, serve  # noqa: E402
 
-TICKS = os.sysconf("SC_CLK_TCK")
 VOCABULARY = 500  # ids of every shape
 SLOWEST_START = 300.0  # seconds
 ROUTES = ("home", "in turn")
@@ -68,14 +67,9 @@ def fleet(
         yield servers, stack.enter_context(pool)
 
 
-def cpu_seconds(server: Server) -> float:
-    fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
-
-
 def timed(servers: list[Server], work: Any) -> tuple[list[dorad.Sample], dict[str, float]]:
     """The samples of `work`, and what it cost."""
-    before = sum(map(cpu_seconds, servers))
+    before = sum(map(Server.cpu_seconds, servers))
     client, begin = time.process_time(), time.perf_counter()
     samples = [sample for of_prompt in work() for sample in of_prompt]
     seconds = time.perf_counter() - begin
@@ -86,7 +80,7 @@ def timed(servers: list[Server], work: Any) -> tuple[list[dorad.Sample], dict[st
         "tokens_per_second": round(tokens / seconds, 1),
         "client_share": round(client / seconds, 3),
         "client_us_a_token": round(1e6 * client / tokens, 1),
-        "cores": round((sum(map(cpu_seconds, servers)) - before) / seconds, 2),
+        "cores": round((sum(map(Server.cpu_seconds, servers)) - before) / seconds, 2),
     }
 
 
@@ -147,17 +141,15 @@ def prompt_tokens(servers: list[Server]) -> tuple[float, float]:
 
 
 def in_turn(
-    servers: list[Server], wanted: list[dorad.GenerateRequest], at_once: int
+    clients: list[dorad.Client], wanted: list[dorad.GenerateRequest], at_once: int
 ) -> list[list[dorad.Sample]]:
-    count = len(servers)
+    count = len(clients)
 
     def send(place: int) -> list[list[dorad.Sample]]:
-        with dorad.Client(servers[place].grpc) as client:
-            mine = wanted[place::count]
-            found: list[list[dorad.Sample]] = client.generate_many(
-                mine, concurrency=at_once // count
-            )
-            return found
+        found: list[list[dorad.Sample]] = clients[place].generate_many(
+            wanted[place::count], concurrency=at_once // count
+        )
+        return found
 
     with ThreadPoolExecutor(count) as threads:
         return [samples for part in threads.map(send, range(count)) for samples in part]
@@ -167,16 +159,22 @@ def measure_prefixes(
     route: str, model: Path, adapters: dict[str, Path], options: argparse.Namespace
 ) -> dict[str, Any]:
     wanted = zipf_prompts(options, list(adapters))
-    with fleet(options.servers[-1], model, adapters, options) as (servers, pool):
+    with (
+        fleet(options.servers[-1], model, adapters, options) as (servers, pool),
+        contextlib.ExitStack() as stack,
+    ):
+        clients = [stack.enter_context(dorad.Client(server.grpc)) for server in servers]
         # Both ways begin with connections that are made.
         pool.generate_many([[10]] * len(servers), max_tokens=1)
+        for client in clients:
+            client.health()
         before = prompt_tokens(servers)
         _, cost = timed(
             servers,
             lambda: (
                 pool.generate_many(wanted, concurrency=options.zipf_in_flight)
                 if route == "home"
-                else in_turn(servers, wanted, options.zipf_in_flight)
+                else in_turn(clients, wanted, options.zipf_in_flight)
             ),
         )
         computed, cached = np.subtract(prompt_tokens(servers), before)
@@ -222,11 +220,9 @@ def measure_publish(model: Path, adapter: Path, options: argparse.Namespace) -> 
 # --- All ------------------------------------------------------------------------------------------
 
 
-def table(title: str, rows: dict[str, dict[str, Any]]) -> str:
+def table_of(title: str, rows: dict[str, dict[str, Any]]) -> str:
     heads = [title, *(head.replace("_", " ") for head in next(iter(rows.values())))]
-    lines = [heads, ["---"] * len(heads)]
-    lines += [[name, *map(str, row.values())] for name, row in rows.items()]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return table(heads, [[name, *map(str, row.values())] for name, row in rows.items()])
 
 
 def main() -> None:
@@ -273,7 +269,7 @@ def main() -> None:
             published = measure_publish(folder / "model", folder / "published", options)
             print(json.dumps({"published": published}), flush=True)
     tables = {"servers": scaling, "route": prefixes, "published": published}
-    print(*(table(title, rows) for title, rows in tables.items() if rows), sep="\n\n")
+    print(*(table_of(title, rows) for title, rows in tables.items() if rows), sep="\n\n")
 
 
 if __name__ == "__main__":

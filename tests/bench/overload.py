@@ -92,13 +92,10 @@ async def drive(target: str, rate: float, callers: int, seconds: float, tokens: 
     return [r for r in results if window[0] <= r["done"] < window[1]]
 
 
-def processor_seconds(pid: int | None = None) -> float:
-    """Of a process or, without one, of all children that have ended."""
-    if pid is None:
-        times = os.times()
-        return times.children_user + times.children_system
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def children_seconds() -> float:
+    """CPU time of all children that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def run_drivers(target: str, rate: float, callers: int, options: argparse.Namespace) -> list[dict]:
@@ -158,11 +155,11 @@ class Phase:
 
     def run(self, server, rate: float, callers: int, options: argparse.Namespace) -> float:
         """The goodput of this round, a second."""
-        self.server_cpu -= processor_seconds(server.pid)
-        self.drivers_cpu -= processor_seconds()
+        self.server_cpu -= server.cpu_seconds()
+        self.drivers_cpu -= children_seconds()
         results = run_drivers(server.grpc, rate, callers, options)
-        self.server_cpu += processor_seconds(server.pid)
-        self.drivers_cpu += processor_seconds()
+        self.server_cpu += server.cpu_seconds()
+        self.drivers_cpu += children_seconds()
         self.results += results
         return sum(r["code"] == "OK" for r in results) / options.seconds
 

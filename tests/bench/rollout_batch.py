@@ -48,6 +48,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "client" / "src"), str(ROOT / "t
 
 import make_random_model  # noqa: E402
 from bench.gpu_peers import run_logged, surroundings  # noqa: E402
+from lib.markdown import table  # noqa: E402
 from lib.rollout import (  # noqa: E402
     CLASSES,
     Point,
@@ -316,11 +317,6 @@ def titles(run: dict[str, Any]) -> dict[str, str]:
     return {leg: LEGS[leg].format(kind=kind, rank=run["facts"]["rank"]) for leg in run["legs"]}
 
 
-def markdown(heads: list[str], rows: list[list[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def steps_cell(part: dict[str, float] | None, whole: float) -> str:
     if not part or not part["steps"]:
         return ""
@@ -344,7 +340,7 @@ def totals(run: dict[str, Any]) -> str:
         row.append(f"{prompt['computed']:,} + {prompt['cached']:,}" if prompt else "")
         rows.append(row)
     heads = ["", "s", f"× {LEGS[REFERENCE]}", "tokens/s", "tail, s", "prompt, computed + cached"]
-    return "\n".join([markdown(heads, rows), *notes])
+    return "\n".join([table(heads, rows), *notes])
 
 
 def phases_table(run: dict[str, Any]) -> str:
@@ -367,7 +363,7 @@ def phases_table(run: dict[str, Any]) -> str:
     for name in THREAD:
         add(f"engine's thread: {name}", [f"{r['thread'][name]:.2f}" for r in results])
     heads = ["s (share; steps × each)", *(titles(run)[leg] for leg in found)]
-    return markdown(heads, rows)
+    return table(heads, rows)
 
 
 def in_flight_table(run: dict[str, Any]) -> str:
@@ -378,7 +374,7 @@ def in_flight_table(run: dict[str, Any]) -> str:
         if any(cells):
             rows.append([name, *cells])
     heads = ["sequences in flight", *(titles(run)[leg] for leg in found)]
-    return markdown(heads, rows)
+    return table(heads, rows)
 
 
 def plot(run: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@ docs/guides/deployment.md lists what gRPC 1.51 alone cannot withstand. At the ba
 attacks are smaller here, so that they end.
 """
 
-import os
 import socket
 import threading
 import time
@@ -26,11 +25,6 @@ PROMPT = [11, 12, 13, 14, 15]
 
 def open_files(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
@@ -85,7 +79,7 @@ def withstand(scene: Scene, attack, cpu_limit: float, figures: list[str] | None 
     """
     assert scene.call() == 2
     files = open_files(scene.server.pid)
-    before = cpu_seconds(scene.server.pid)
+    before = scene.server.cpu_seconds()
     result, done = [], threading.Event()
 
     def run() -> None:
@@ -107,7 +101,7 @@ def withstand(scene: Scene, attack, cpu_limit: float, figures: list[str] | None 
         lambda: scene.server.wire.info().engine.running_sequences == 0, 20, "no running sequences"
     )
     wait_until(lambda: open_files(scene.server.pid) <= files + 3, 20, "the connections to close")
-    spent = cpu_seconds(scene.server.pid) - before
+    spent = scene.server.cpu_seconds() - before
     if figures is not None:
         name = attack.__name__
         figures.append(f"{name}: {spent:.2f} CPU seconds of the server, {calls} good calls")

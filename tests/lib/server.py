@@ -105,6 +105,11 @@ class Server:
         pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
+    def cpu_seconds(self) -> float:
+        """CPU time of the process, of all its threads."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def metrics_text(self) -> str:
         with urllib.request.urlopen(self.metrics_url, timeout=10) as response:
             return response.read().decode()
@@ -174,12 +179,8 @@ def wait_until(condition, timeout: float = 60.0, what: str = "condition"):
             return value
         waited = time.monotonic() - begin
         assert waited < timeout, f"not within {timeout} s: {what}"
-        time.sleep(pause_after(waited))
-
-
-def pause_after(waited: float) -> float:
-    """Seconds until the next look: a condition may cost as much as the work that it waits for."""
-    return min(0.01 + waited / 8, 0.1)
+        # A condition may cost as much as the work that it waits for.
+        time.sleep(min(0.01 + waited / 8, 0.1))
 
 
 def _can_fork(program: str) -> bool:
