@@ -3,7 +3,6 @@
 import asyncio
 import json
 import ssl
-import subprocess
 
 import dorad
 import grpc
@@ -13,8 +12,8 @@ from dorad.gateway import admission
 from dorad.gateway.callers import caller_of
 from fake_server import FakeServer
 from lib.certificates import Authority
-from lib.gateway import command, running_gateway
-from lib.server import environment, free_port, serve, wait_until
+from lib.gateway import ended_gateway, running_gateway
+from lib.server import free_port, serve, wait_until
 from lib.tokens import write_tokens
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -357,10 +356,7 @@ def https(authority):
 
 def refused_start(target, *arguments, **env):
     """What the gateway says instead of starting."""
-    run = subprocess.run(
-        command(target, *arguments), capture_output=True, text=True, env=environment(**env),
-        timeout=60,
-    )  # fmt: skip
+    run = ended_gateway(target, *arguments, **env)
     assert (run.returncode, run.stdout) == (64, ""), run
     return run.stderr
 

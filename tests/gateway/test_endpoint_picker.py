@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import re
-import subprocess
 import time
 
 import dorad
@@ -18,8 +17,8 @@ from grpc_health.v1 import health_pb2
 from lib.certificates import Authority
 from lib.ext_proc import PORT, Exchange, completion, destination, exchange, pb, pick, picking
 from lib.ext_proc import ExternalProcessorStub as Stub
-from lib.gateway import command, running_gateway
-from lib.server import environment, wait_until
+from lib.gateway import ended_gateway, running_gateway
+from lib.server import wait_until
 
 AWAY = health_pb2.HealthCheckResponse.NOT_SERVING
 BODY = completion("Hello", "a")
@@ -266,6 +265,5 @@ def test_its_health_is_that_of_the_protocol(servers, tmp_path):
     ],
 )
 def test_settings_that_do_not_fit_are_a_usage_error(arguments, why):
-    line = command([], *arguments, program="endpoint-picker")
-    run = subprocess.run(line, capture_output=True, text=True, env=environment(), timeout=60)
+    run = ended_gateway([], *arguments, program="endpoint-picker")
     assert run.returncode == 64 and why in run.stderr, run

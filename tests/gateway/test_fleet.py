@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import subprocess
 import time
 
 import dorad
@@ -12,10 +11,10 @@ import pytest
 from dorad.fleet import manifest as m
 from dorad.fleet.manifest_store import ManifestFile, change
 from fake_server import FakeServer
-from lib.gateway import command, running_gateway
+from lib.gateway import ended_gateway, running_gateway
 from lib.gateway_clients import COMPLETION
 from lib.peers import ALLOWED
-from lib.server import environment, serve, wait_until
+from lib.server import serve, wait_until
 
 FILES = m.Files("a" * 64, "b" * 64, 7)
 HOME = {**COMPLETION, "model": "a"}
@@ -167,8 +166,7 @@ def test_an_answer_that_has_begun_ends_after_its_server_has_left(http, store, th
     [(["--target", "127.0.0.1:1"], "no --target"), (["--rl"], "a trainer publishes them")],
 )
 def test_what_does_not_go_with_a_fleet_is_a_usage_error(arguments, why):
-    line = command([], "--fleet", "x", *arguments)
-    run = subprocess.run(line, capture_output=True, text=True, env=environment(), timeout=60)
+    run = ended_gateway([], "--fleet", "x", *arguments)
     assert run.returncode == 64 and why in run.stderr, run
 
 

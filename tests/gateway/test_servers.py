@@ -3,7 +3,6 @@
 import contextlib
 import json
 import signal
-import subprocess
 
 import dorad
 import grpc
@@ -15,9 +14,9 @@ from dorad.v1 import types_pb2
 from fake_server import FakeServer, fail, overloaded, shutting_down
 from fake_server.errors import connection_lost
 from grpc_health.v1 import health_pb2
-from lib.gateway import command, running_gateway
+from lib.gateway import ended_gateway, running_gateway
 from lib.gateway_clients import COMPLETION
-from lib.server import environment, free_port, serve, wait_until
+from lib.server import free_port, serve, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 SERVING, AWAY = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -233,10 +232,7 @@ def test_a_server_that_is_not_there_yet_joins_later(folder, tmp_path):
 
 def test_servers_of_different_models_are_refused_at_the_start(pair):
     pair[0].model_digest, pair[1].model_digest = "a", "b"
-    run = subprocess.run(
-        command([server.target for server in pair]),
-        capture_output=True, text=True, env=environment(), timeout=60,
-    )  # fmt: skip
+    run = ended_gateway([server.target for server in pair])
     assert run.returncode == 64 and "different models" in run.stderr, run
     assert all(server.target in run.stderr for server in pair)
 
@@ -253,10 +249,7 @@ def test_a_server_that_returns_with_another_model_gets_no_requests(pair, http):
     "arguments", [["--admin-target", "127.0.0.1:1"], ["--target", "127.0.0.1:1"]]
 )
 def test_targets_that_do_not_fit_are_a_usage_error(arguments):
-    run = subprocess.run(
-        command(["127.0.0.1:1", "127.0.0.1:2"], *arguments),
-        capture_output=True, text=True, env=environment(), timeout=60,
-    )  # fmt: skip
+    run = ended_gateway(["127.0.0.1:1", "127.0.0.1:2"], *arguments)
     assert run.returncode == 64 and run.stderr.startswith("doractl: "), run
 
 

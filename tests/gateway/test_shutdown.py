@@ -28,7 +28,7 @@ def test_requests_in_flight_finish_at_sigterm(fake, folder, tmp_path):
 
 
 def test_the_gateway_ends_in_peace_beside_a_reader_that_stops_reading(fake, fake_gateway):
-    fake.endless = True
+    fake.endless, fake.token_delay = True, 0.05
     with stuck_readers(fake_gateway, 1):
         wait_until(lambda: fake.running == 1, what="the stream has begun")
         time.sleep(1)  # Its buffers are full.

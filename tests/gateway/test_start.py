@@ -1,21 +1,18 @@
 """Where the gateway finds the server's services, and when it does not start."""
 
 import socket
-import subprocess
 
 import httpx
 import pytest
 from dorad.gateway.listener import listen
 from fake_server import FakeServer
-from lib.gateway import command, running_gateway
-from lib.server import environment, free_port, serve
+from lib.gateway import ended_gateway, running_gateway
+from lib.server import free_port, serve
 
 
 def refusal(target, *arguments):
     """What the gateway says instead of starting."""
-    run = subprocess.run(
-        command(target, *arguments), capture_output=True, text=True, env=environment(), timeout=60
-    )
+    run = ended_gateway(target, *arguments)
     assert (run.returncode, run.stdout) == (64, ""), run
     return run.stderr
 
@@ -66,10 +63,7 @@ def test_a_server_that_is_not_there_yet_is_waited_for(folder, tmp_path):
 
 def test_a_taken_port_is_told_as_that():
     with FakeServer() as fake:
-        run = subprocess.run(
-            command(fake.target, "--grpc-listen", fake.target),
-            capture_output=True, text=True, env=environment(), timeout=60,
-        )  # fmt: skip
+        run = ended_gateway(fake.target, "--grpc-listen", fake.target)
     told = run.stderr.splitlines()[-1]  # Behind what gRPC itself has to say.
     assert run.returncode == 1 and told.startswith("doractl: "), run.stderr
     assert fake.target in told and "Traceback" not in run.stderr
@@ -96,8 +90,5 @@ def test_answers_do_not_wait_for_the_clients_acknowledgement(address):
     ],
 )
 def test_a_bad_command_line_is_a_usage_error(arguments):
-    run = subprocess.run(
-        command("127.0.0.1:1", *arguments), capture_output=True, text=True, env=environment(),
-        timeout=60,
-    )  # fmt: skip
+    run = ended_gateway("127.0.0.1:1", *arguments)
     assert run.returncode == 64 and run.stderr.startswith("doractl: "), run.stderr

@@ -57,7 +57,7 @@ def test_a_client_that_goes_away_cancels_on_the_server(fake, fake_gateway, strea
 
 
 def test_a_reader_that_stops_reading_gives_its_place_back(fake, folder, tmp_path):
-    fake.endless = True
+    fake.endless, fake.token_delay = True, 0.05
     arguments = ["--tokenizer", folder, "--max-requests", 1, "--timeout", 6, "--drain", 2]
     with (
         running_gateway(fake.target, *arguments, scratch=tmp_path) as running,

@@ -6,13 +6,14 @@ import pytest
 import torch
 from lib.oracle import Oracle, compare
 from lib.server import Server, serve
+from lib.tiers import deep
 from lib.wire import RAW
 
 pytestmark = pytest.mark.timeout(900)
 
 MIN_COSINE = 0.999999
 MAX_ERROR = 1e-4
-GREEDY_TOKENS = 128
+GREEDY_TOKENS = 128 if deep() else 48
 SCORED_TOKENS = 48
 
 # "What is the capital of France?" and "Tell me about the sea." in the model's chat template.

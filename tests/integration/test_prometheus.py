@@ -102,14 +102,12 @@ def test_each_alert_fires_and_stays_silent_where_its_cases_say() -> None:
 
 
 def test_each_alert_has_cases_that_would_miss_it(tmp_path: Path) -> None:
-    head, groups = case_groups()
+    """No alert has the name that the cases expect: for each, one has to miss it."""
+    (tmp_path / "alerts.yml").write_text(ALERTS.read_text().replace("- alert: ", "- alert: Not"))
     cases = tmp_path / "alerts_test.yml"
-    for name in alerts():
-        others = re.sub(rf"- alert: {name}\b", f"- alert: Not{name}", ALERTS.read_text())
-        (tmp_path / "alerts.yml").write_text(others)
-        cases.write_text(head + groups[name])
-        run = promtool("test", "rules", cases)
-        assert run.returncode != 0 and name in run.stdout + run.stderr, f"{name} has no case"
+    cases.write_text(ALERTS_TEST.read_text())
+    said = promtool("test", "rules", cases).stderr
+    assert set(re.findall(r" name: (\w+),\s+alertname: \1,", said)) == set(alerts())
 
 
 def test_each_alert_is_silent_for_a_healthy_server_in_its_cases() -> None:

@@ -101,11 +101,11 @@ def test_unfinished_messages_are_ended_and_harm_no_tenant(
     with (
         serve(zoo.model("llama2"), None, {"security.tokens_file": tokens}) as server,
         dorad.Client(server.grpc, token="a-token", retry_for=0) as tenant,
-        ThreadPoolExecutor(24) as pool,
+        ThreadPoolExecutor(12) as pool,
     ):
         assert tenant.generate(PROMPT, max_tokens=1)
         with peak_growth(server) as growth:
-            attacks = [pool.submit(attack) for _ in range(24)]
+            attacks = [pool.submit(attack) for _ in range(12)]
             while not all(one.done() for one in attacks):
                 assert tenant.generate(PROMPT, max_tokens=1)
         assert tenant.generate(PROMPT, max_tokens=1)
@@ -114,7 +114,7 @@ def test_unfinished_messages_are_ended_and_harm_no_tenant(
         too_large = [text for text in answers if "bytes arrived before the request was" in text]
         late = [text for text in answers if text.startswith("no message arrived within")]
         assert too_large and len(too_large) + len(late) == len(answers), set(answers)
-        figures.append(f"24 messages of 60 MiB less a byte to {method}: {growth[0] >> 20} MiB")
+        figures.append(f"12 messages of 60 MiB less a byte to {method}: {growth[0] >> 20} MiB")
         assert growth[0] < 256 << 20
 
 
@@ -151,9 +151,9 @@ def test_nothing_is_inflated(server, figures, method: str) -> None:
     with grpc.insecure_channel(server.grpc, compression=grpc.Compression.Gzip) as channel:
         call = channel.unary_unary(method, **RAW)
         with peak_growth(server) as growth:
-            refusal = refused(call.future(bytes(256 << 20), timeout=60))
+            refusal = refused(call.future(bytes(128 << 20), timeout=60))
     assert refusal.code == grpc.StatusCode.UNIMPLEMENTED
-    figures.append(f"256 MiB of zeros, compressed, to {method}: {growth[0] >> 20} MiB at the most")
+    figures.append(f"128 MiB of zeros, compressed, to {method}: {growth[0] >> 20} MiB at the most")
     assert growth[0] < 64 << 20
 
 

@@ -272,7 +272,7 @@ def test_a_changed_file_counts_without_a_restart_and_a_broken_one_does_not(zoo, 
 
         def traffic() -> None:
             with dorad.Client(server.grpc, token="stays-token", retry_for=0) as client:
-                while not stop.is_set():
+                while not stop.wait(0.005):
                     seen.append(reason(client.generate, PROMPT, max_tokens=2))
 
         thread = threading.Thread(target=traffic)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.server import environment
-from lib.zygote import CLIENT, Program
+from lib.zygote import CLIENT, Program, run
 
 READY = re.compile(r"^dorad (?:gateway|endpoint-picker) ready(?: http=(\S+))?(?: grpc=(\S+))?$")
 _MAIN = "from dorad.cli import main; main()"
@@ -57,6 +57,13 @@ def command(
     line = [sys.executable, "-c", main, program]
     line += [word for target in targets for word in ("--target", target)]
     return [*line, "--listen", "127.0.0.1:0", *map(str, arguments)]
+
+
+def ended_gateway(
+    target: str | Sequence[str], *arguments: object, program: str = "gateway", **env: str
+) -> subprocess.CompletedProcess[str]:
+    """One that ends by itself, with what it wrote."""
+    return run(command(target, *arguments, program=program), env=environment(**env), timeout=60)
 
 
 @contextmanager

@@ -87,7 +87,8 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         span = self.resolve(context, request.adapter)
         n = request.n if request.HasField("n") else 1
         count = request.stop.max_tokens if request.stop.HasField("max_tokens") else 8
-        tokens = {i: [(sum(prompt) + 10 * i + t) % VOCAB for t in range(count)] for i in range(n)}
+        first = sum(prompt)
+        tokens = {i: [(first + 10 * i + t) % VOCAB for t in range(count)] for i in range(n)}
         streaming = request.response_mode == inference_pb2.RESPONSE_MODE_STREAM
         sent = 0
         if streaming:
@@ -96,7 +97,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
                 if not context.is_active():
                     return
                 for i in range(n):
-                    token = (sum(prompt) + 10 * i + position) % VOCAB
+                    token = (first + 10 * i + position) % VOCAB
                     last = not self.endless and position == count - 1
                     if self.break_after is not None and sent >= self.break_after:
                         self.break_with(context)
