@@ -252,7 +252,7 @@ TEST_P(EmulatedLinearTest, MatchesTheReferenceWithTheSameBitsInEveryBatch) {
       ASSERT_NO_THROW(rounded = layer.Run(segments, /*y_fp32=*/false));
     }
     for (const RowSegment& segment : segments) {
-      if (rows <= 70) {
+      if (rows < 64 || (rows == 70 && segment.end == rows)) {
         // Alone with its adapter, which small batches fetch in another order.
         const std::vector<float> alone = layer.Run({{segment.slot, 0, segment.end}}, true);
         for (size_t i = size_t{1} * segment.begin * layer.out(); i < alone.size(); ++i) {
