@@ -101,6 +101,7 @@ def test_each_alert_fires_and_stays_silent_where_its_cases_say() -> None:
     passes("test", "rules", ALERTS_TEST)
 
 
+@pytest.mark.deep
 def test_each_alert_has_cases_that_would_miss_it(tmp_path: Path) -> None:
     """No alert has the name that the cases expect: for each, one has to miss it."""
     (tmp_path / "alerts.yml").write_text(ALERTS.read_text().replace("- alert: ", "- alert: Not"))
