@@ -2,6 +2,8 @@
 
 #include <cuda_fp16.h>
 
+#include <bit>
+
 #include "tests/unit/support/test.h"
 
 namespace dorad::cuda {
@@ -29,6 +31,23 @@ TEST(Elements, RoundsToTheNearestEvenBf16) {
       Unaligned<float>({1.0f + 0x1p-8f, 1.0f + 3 * 0x1p-8f, 1.0f + 0x1p-8f + 0x1p-20f, 3.4e38f});
   EXPECT_THAT(Rounded(DType::kF32, absl::MakeConstSpan(values).subspan(1)),
               ElementsAre(1.0f, 1.0f + 0x1p-6f, 1.0f + 0x1p-7f, INFINITY));
+}
+
+TEST(Elements, RoundsEveryKindOfFloatAsTheCompilerDoes) {
+  // All signs, exponents and first bits, with what lies below, at and above a half; NaNs too.
+  std::vector<uint32_t> bits;
+  for (uint32_t high = 0; high < 0x10000; ++high) {
+    for (const uint32_t low : {0x0000, 0x0001, 0x7fff, 0x8000, 0x8001, 0xffff}) {
+      bits.push_back(high << 16 | low);
+    }
+  }
+  const auto bytes = Unaligned(bits);
+  std::vector<__nv_bfloat16> out(bits.size());
+  ToBf16(DType::kF32, absl::MakeConstSpan(bytes).subspan(1), out.data());
+  for (size_t i = 0; i < bits.size(); ++i) {
+    const __nv_bfloat16 expected = __float2bfloat16_rn(std::bit_cast<float>(bits[i]));
+    ASSERT_EQ(__bfloat16_as_ushort(out[i]), __bfloat16_as_ushort(expected)) << bits[i];
+  }
 }
 
 }  // namespace
