@@ -43,6 +43,7 @@ void FillLimits(const Services& services, v1::Limits* to) {
   to->set_max_queued_tokens(static_cast<uint64_t>(limits.max_queued_tokens));
   to->set_max_adapter_rank(static_cast<uint32_t>(services.info.max_adapter_rank));
   to->set_max_adapter_bytes(static_cast<uint64_t>(services.max_adapter_bytes));
+  to->set_max_draft_tokens(static_cast<uint64_t>(limits.max_draft_tokens));
   if (!limits.images.served()) return;
   to->set_max_images(static_cast<uint32_t>(limits.images.max_images));
   to->set_max_image_tokens(static_cast<uint32_t>(limits.images.max_tokens));

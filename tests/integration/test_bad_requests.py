@@ -4,6 +4,7 @@ the server goes on as before."""
 import json
 from dataclasses import dataclass
 
+import dorad
 import grpc
 import pytest
 from dorad.v1 import adapters_pb2, inference_pb2
@@ -40,6 +41,14 @@ def server_goes_on(server: Server):
     before = answer(server)
     yield
     assert answer(server) == before
+
+
+def test_the_server_tells_its_limits(server: Server) -> None:
+    limits = server.wire.info().limits
+    assert (limits.max_n, limits.max_logprobs_k, limits.max_chosen_ids) == (16, 20, 50)
+    assert limits.max_draft_tokens == 7
+    with dorad.Client(server.grpc) as client:
+        assert client.info().limits.max_draft_tokens == 7
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ class Answers:
     Args:
       max_bytes: of kept answers, 4 for a token and 256 for a sample. The least recently used
         prompts make room.
-      max_draft_tokens: of one request: the server's limits.max_draft_tokens. Longer answers are
-        offered with their first tokens.
+      max_draft_tokens: of one request: the server's, `client.info().limits.max_draft_tokens`.
+        Longer answers are offered with their first tokens.
     """
 
     def __init__(self, *, max_bytes: int = 256 << 20, max_draft_tokens: int = 1 << 18) -> None:

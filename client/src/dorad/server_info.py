@@ -40,6 +40,8 @@ class Limits:
     max_images: int = 0
     """Of a prompt; 0: the server serves no images."""
     max_image_tokens: int = 0
+    max_draft_tokens: int = 0
+    """Of one request's drafts, all samples together; 0: drafts are refused."""
 
 
 @dataclass(frozen=True, slots=True)
