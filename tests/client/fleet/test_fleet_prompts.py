@@ -67,6 +67,18 @@ async def wait_for_held(store):
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.parametrize("ref", ["a@1", ""])
+def test_a_fleet_retires_names_only(tmp_path, ref):
+    with (
+        FakeServer() as server,
+        dorad.Fleet(tmp_path / "manifest", [server.target]) as fleet,
+    ):
+        fleet.publish("a", tensors=TENSORS, config={})
+        with pytest.raises(ValueError, match=f"takes a name without a version, not '{ref}'"):
+            fleet.retire(ref)
+        fleet.retire("a")
+
+
 def test_a_prompt_may_outlast_its_name(tmp_path):
     """The name is retired and published again between two attempts of a prompt."""
     manifest = tmp_path / "manifest"

@@ -110,5 +110,10 @@ class Fleet(Rollouts):
         return await self._runner.run(self._pool.publish_release(name, timeout, options))
 
     async def retire(self, name: str) -> None:
-        """Takes the fleet's version of a name back, on all members. Raises NotFound."""
+        """Takes the fleet's version of a name back, on all members.
+
+        Raises:
+          ValueError: name is no name alone: "name@version", say.
+          NotFound: the fleet has no such name.
+        """
         await self._runner.run(self._pool.retire_name(name))

@@ -189,6 +189,8 @@ class FleetPool(Pool):
         return next(iter(outcome.active.values()))
 
     async def retire_name(self, name: str) -> None:
+        if not _is_name(name):
+            raise ValueError(f"retire takes a name without a version, not {name!r}")
         await self._coordinator.retire(name)
         await self._follow()
 
