@@ -1,13 +1,18 @@
 // Images on the GPU through the model runner, with random weights of a vision-language model's
-// shape: the time of one image, and what the steps of a running batch notice of a series of them.
+// shape: the time of one image, what the steps of a running batch notice of a series of them, and
+// prompts of an image each through the engine.
 //
-//   cuda_image_bench [--shape qwen3-vl-8b] [--layers 0] [--rank 384] [--batch 32] [--steps 400]
-//                    [--patches 0]
+//   cuda_image_bench [--shape qwen3-vl-8b] [--layers 0] [--adapters 0,1] [--rank 384] [--batch 32]
+//                    [--steps 400] [--patches 0] [--requests 32]
 //
 // One JSON line a case; times in milliseconds. TFLOPs counts the tower's products and attention.
-// rank 0: the base model. patches: of the one image that is timed; 0: of all sizes that the model
-// takes. steps: 0 for none. A step begins while the one before it is computed, with a piece of an
-// image between them, as the engine does.
+// adapters: 0 for the base model alone, 1 for one adapter of the rank. patches: of the one image
+// that is timed, 0: of all sizes that the model takes, -1: none. steps: 0 for none. A step begins
+// while the one before it is computed, with a piece of an image between them, as the engine does.
+//
+// requests: each a prompt of an image of 64 x 64 patches with 16 tokens of text on either side, 0
+// for none. "image prompt": one that comes alone, from pixels in fp32 to its first token. "image
+// prompts": all at once, to the last one's first token, for each of them.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -23,6 +28,9 @@
 #include "server/backends/cuda/kv_layout.h"
 #include "server/backends/cuda/model.h"
 #include "server/backends/cuda/model_runner.h"
+#include "server/engine/images.h"
+#include "server/engine/kv_needs.h"
+#include "tests/bench/cuda_engine.h"
 #include "tests/bench/cuda_model.h"
 #include "tests/bench/model_shapes.h"
 
@@ -40,48 +48,65 @@ double Milliseconds() {
 
 class Bench {
  public:
-  Bench(const std::string& shape, std::map<std::string, int64_t> options)
+  Bench(const std::string& shape, const std::string& adapters,
+        std::map<std::string, int64_t> options)
       : options_(std::move(options)) {
     Must(OpenDevice().status());
     model_ = Must(CudaModel::Random(
         Must(bench::ReadModelShape(shape, options_["--layers"], /*tower=*/true)), 1, &ledger_));
-    adapter_ = std::make_unique<adapter::LoadedAdapter>(
-        "bench", 1, adapter::AdapterSummary(),
-        Must(MakeRandomAdapter(*model_, static_cast<int>(options_["--rank"]), 7, &ledger_)));
+    if (adapters != "1") adapters_.push_back(nullptr);
+    if (adapters != "0") {
+      adapters_.push_back(std::make_shared<adapter::LoadedAdapter>(
+          "bench", 1, adapter::AdapterSummary(),
+          Must(MakeRandomAdapter(*model_, static_cast<int>(options_["--rank"]), 7, &ledger_))));
+    }
     const int64_t batch = options_["--batch"];
-    const int64_t pages = bench::PagesOf(model_->config(), kContext + engine::kKvPageTokens) +
-                          StateLayoutOf(model_->config()).pages();
+    // Of a sequence that decodes, or of one with an image.
+    const int64_t states = StateLayoutOf(model_->config()).pages();
+    const int64_t prompt = MakeImage(kSide, kSide, DType::kBF16).span() + 2 * kText + 1;
+    const int64_t pages = bench::PagesOf(model_->config(), std::max(kContext + 16, prompt)) +
+                          (options_["--requests"] > 0 ? engine::kMostStates : 1) * states;
     runner_ = Must(MakeCudaModelRunner(model_.get(), {batch * pages, 4096, 4096, batch}, &ledger_));
     std::printf("{\"shape\": \"%s\", \"layers\": %lld, \"weights_GB\": %.3f}\n", shape.c_str(),
                 static_cast<long long>(model_->config().num_layers()), model_->bytes() / 1e9);
   }
 
   void Run() {
-    const adapter::LoadedAdapter* const adapters[] = {nullptr, adapter_.get()};
-    for (const adapter::LoadedAdapter* adapter : adapters) {
+    for (const auto& owned : adapters_) {
+      const adapter::LoadedAdapter* const adapter = owned.get();
       for (const auto& [height, width] :
-           {std::pair(16, 16), {32, 32}, {64, 64}, {128, 64}, {128, 128}}) {
+           {std::pair(16, 16), {32, 32}, {kSide, kSide}, {128, 64}, {128, 128}}) {
         const int64_t side = model_->config().vision->fixed_side;
         if (side != 0 && (height != side || width != side)) continue;
         if (options_["--patches"] % (height * width) == 0) TimeImage(height, width, adapter);
       }
       if (options_["--steps"] > 20) TimeSteps(adapter);
     }
+    if (options_["--requests"] == 0) return;
+    bench::BenchEngine engine(model_->config(), static_cast<int32_t>(options_["--batch"]),
+                              std::move(runner_));
+    for (const auto& adapter : adapters_) TimeRequests(adapter, &engine);
   }
 
  private:
   static constexpr int64_t kContext = 656;
+  static constexpr int64_t kSide = 64;
+  static constexpr int64_t kText = 16;  // on either side of an image in a prompt
 
-  engine::Image MakeImage(int64_t height, int64_t width) {
+  engine::Image MakeImage(int64_t height, int64_t width, DType dtype) {
     const model::VisionConfig& vision = *model_->config().vision;
     engine::Image image;
-    image.dtype = DType::kBF16;
+    image.dtype = dtype;
     image.height = height;
     image.width = width;
     image.rows = height / vision.merge;
     image.columns = width / vision.merge;
-    image.pixels.assign(height * width * vision.patch_elements() * 2, '\x3c');  // 0.0115
+    image.row_breaks = vision.row_breaks;
+    image.bidirectional = vision.bidirectional;
+    const int64_t bytes = dtype == DType::kBF16 ? 2 : 4;
+    image.pixels.assign(height * width * vision.patch_elements() * bytes, '\x3c');  // 0.0115
     image.key = --next_key_;
+    image.sha256 = std::to_string(image.key);
     return image;
   }
 
@@ -113,7 +138,7 @@ class Bench {
   void TimeImage(int64_t height, int64_t width, const adapter::LoadedAdapter* adapter) {
     std::vector<double> times, longest;
     int pieces = 0;
-    engine::Image image = MakeImage(height, width);
+    engine::Image image = MakeImage(height, width, DType::kBF16);
     for (int i = 0; i < 8; ++i) {
       image.key = --next_key_;
       const double begin = Milliseconds();
@@ -134,7 +159,7 @@ class Bench {
 
   // Decode steps alone, and with a piece of an image of 64 x 64 patches between any two.
   void TimeSteps(const adapter::LoadedAdapter* adapter) {
-    engine::Image image = MakeImage(64, 64);
+    engine::Image image = MakeImage(kSide, kSide, DType::kBF16);
     for (const bool with_images : {false, true}) {
       bench::DecodeStep step(options_["--batch"], kContext, *runner_, adapter);
       std::vector<double> times;
@@ -166,10 +191,54 @@ class Bench {
     }
   }
 
+  using Adapter = std::shared_ptr<const adapter::LoadedAdapter>;
+
+  // Milliseconds until so many prompts of an image each have their first tokens.
+  double FirstTokens(int64_t requests, const Adapter& adapter, bench::BenchEngine* engine) {
+    std::vector<std::shared_ptr<const engine::Image>> images;  // made before the clock starts
+    for (int64_t i = 0; i < requests; ++i) {
+      images.push_back(std::make_shared<const engine::Image>(MakeImage(kSide, kSide, DType::kF32)));
+    }
+    const double begin = Milliseconds();
+    for (const auto& image : images) {
+      std::vector<engine::TokenId> prompt;
+      for (int64_t i = 0; i < image->span() + 2 * kText; ++i) {
+        const bool in_image = i >= kText && i < kText + image->span();
+        const bool is_text = !in_image || image->is_break(i - kText);
+        prompt.push_back(is_text ? static_cast<engine::TokenId>(100 + i)
+                                 : model_->config().vision->image_token_id);
+      }
+      engine->Submit(std::move(prompt), {{kText, image}}, adapter, 1);
+    }
+    engine->Await();
+    return Milliseconds() - begin;
+  }
+
+  void TimeRequests(const Adapter& adapter, bench::BenchEngine* engine) {
+    const int64_t requests = options_["--requests"];
+    std::vector<double> alone, together;
+    for (int i = 0; i < 9; ++i) {
+      const double ms = FirstTokens(1, adapter, engine);
+      if (i > 1) alone.push_back(ms);
+    }
+    for (int i = 0; i < 3; ++i) {
+      together.push_back(FirstTokens(requests, adapter, engine) / static_cast<double>(requests));
+    }
+    const auto rank = static_cast<long long>(adapter == nullptr ? 0 : options_["--rank"]);
+    const double each = Quantile(together, 0.5);
+    std::printf("{\"work\": \"image prompt\", \"rank\": %lld, \"ms\": %.2f}\n", rank,
+                Quantile(alone, 0.5));
+    std::printf(
+        "{\"work\": \"image prompts\", \"rank\": %lld, \"count\": %lld, \"ms\": %.2f, "
+        "\"images_per_s\": %.1f}\n",
+        rank, static_cast<long long>(requests), each, 1e3 / each);
+    std::fflush(stdout);
+  }
+
   std::map<std::string, int64_t> options_;
   MemoryLedger ledger_;
   std::unique_ptr<CudaModel> model_;
-  std::unique_ptr<adapter::LoadedAdapter> adapter_;
+  std::vector<std::shared_ptr<const adapter::LoadedAdapter>> adapters_;  // nullptr: the base
   std::unique_ptr<engine::ModelRunner> runner_;
   engine::TokenId next_key_ = -2;
 };
@@ -178,12 +247,14 @@ class Bench {
 }  // namespace dorad::cuda
 
 int main(int argc, char** argv) {
-  std::string shape = "qwen3-vl-8b";
-  std::map<std::string, int64_t> options = {
-      {"--layers", 0}, {"--rank", 384}, {"--batch", 32}, {"--steps", 400}, {"--patches", 0}};
+  std::string shape = "qwen3-vl-8b", adapters = "0,1";
+  std::map<std::string, int64_t> options = {{"--layers", 0},  {"--rank", 384},  {"--batch", 32},
+                                            {"--steps", 400}, {"--patches", 0}, {"--requests", 32}};
   for (int i = 1; i + 1 < argc; i += 2) {
     if (std::strcmp(argv[i], "--shape") == 0) {
       shape = argv[i + 1];
+    } else if (std::strcmp(argv[i], "--adapters") == 0) {
+      adapters = argv[i + 1];
     } else if (options.count(argv[i]) > 0) {
       options[argv[i]] = std::atoll(argv[i + 1]);
     } else {
@@ -191,5 +262,5 @@ int main(int argc, char** argv) {
       return 2;
     }
   }
-  dorad::cuda::Bench(shape, std::move(options)).Run();
+  dorad::cuda::Bench(shape, adapters, std::move(options)).Run();
 }

@@ -28,6 +28,7 @@
 #include "server/engine/kv_needs.h"
 #include "server/engine/model_runner.h"
 #include "server/model/kv_groups.h"
+#include "tests/bench/cuda_engine.h"
 #include "tests/bench/cuda_model.h"
 #include "tests/bench/model_shapes.h"
 
@@ -76,6 +77,8 @@ struct Options {
   int64_t context = 656;
   std::vector<int64_t> uses = {0};
   int64_t prefill = 4096;
+  int64_t sequences = 0;
+  int64_t length = 8192;
   std::string instruction_set = "auto";
 };
 
@@ -96,6 +99,9 @@ Times steps of a model with random weights on the GPU; prints a JSON line for ea
   --uses N,...         different tokens that penalties count in each row of a decode step, 0 for no
                        penalties (0)
   --prefill N          tokens of the prefill step, 0 for none (4096)
+  --sequences N        so many prompts through the engine, none of which begins with another's, and
+                       256 tokens after each: the memory of their keys and values (0, for none)
+  --length N           tokens of each of them at its end (8192)
   --isa NAME           of the kernels: auto, sm90 or mma (auto)
 
 Shapes: )",
@@ -156,6 +162,10 @@ Options Parse(const std::vector<std::string>& arguments) {
       options.uses = ParseList(name, value, 0, 1);
     } else if (name == "--prefill") {
       options.prefill = ParseOne(name, value, 0, 1);
+    } else if (name == "--sequences") {
+      options.sequences = ParseOne(name, value, 0, 1);
+    } else if (name == "--length") {
+      options.length = ParseOne(name, value, 512, 1);
     } else if (name == "--isa") {
       if (value != "auto" && value != "sm90" && value != "mma") {
         Refuse(absl::StrCat(name, " takes auto, sm90 or mma, not ", value));
@@ -225,9 +235,49 @@ class Bench {
       c.label = absl::StrCat("\"ranks\": [", absl::StrJoin(options_.ranks, ", "), "]");
       Decode("mixed decode", c);
     }
+    if (options_.sequences > 0) CountKv();
   }
 
  private:
+  // Of sequences that all decode, near the end of the last one's prompt.
+  void CountKv() {
+    constexpr int64_t kAnswer = 256;
+    const model::ModelConfig& config = model_->config();
+    runner_.reset();
+    const engine::KvNeeds needs{model::KvGroups(config).windows, StateLayoutOf(config).pages(),
+                                bench::kStepTokens};
+    runner_ = Must(MakeCudaModelRunner(model_.get(),
+                                       {options_.sequences * needs.PagesFor(options_.length),
+                                        options_.length, bench::kStepTokens, options_.sequences},
+                                       &ledger_));
+    bench::BenchEngine engine(config, static_cast<int32_t>(options_.sequences), std::move(runner_));
+    for (int64_t i = 0; i < options_.sequences; ++i) {
+      std::vector<engine::TokenId> prompt;
+      for (int64_t t = 0; t < options_.length - kAnswer; ++t) {
+        prompt.push_back(static_cast<engine::TokenId>((i * 7919 + t * 104729) % config.vocab_size));
+      }
+      engine.Submit(std::move(prompt), {}, nullptr, kAnswer);
+    }
+    int64_t most = 0, last = 0;
+    engine.Await([&](const engine::EngineStats& stats) {
+      most = std::max(most, stats.kv_pages_used);
+      if (stats.running_sequences == options_.sequences && stats.queued_requests == 0) {
+        last = stats.kv_pages_used;
+      }
+    });
+    double layers = 0.0;  // with keys and values
+    for (const model::LayerSpec& layer : config.layers) layers += layer.delta ? 0.0 : 1.0;
+    const double page = KvPageBytes(config);
+    const double kept = page / model::KvGroups(config).slots * layers *
+                        engine::BlocksOf(options_.length) * options_.sequences;
+    std::printf(
+        "{\"work\": \"keys and values\", \"sequences\": %lld, \"length\": %lld, "
+        "\"in_use_GB\": %.2f, \"most_GB\": %.2f, \"without_windows_GB\": %.2f}\n",
+        static_cast<long long>(options_.sequences), static_cast<long long>(options_.length),
+        last * page / 1e9, most * page / 1e9, kept / 1e9);
+    std::fflush(stdout);
+  }
+
   std::unique_ptr<adapter::LoadedAdapter> MakeAdapter(int64_t rank) {
     ++made_;
     return std::make_unique<adapter::LoadedAdapter>(

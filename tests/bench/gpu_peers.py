@@ -11,9 +11,15 @@
 
 A step is timed from the token that goes in to the token that comes out, greedy; of vLLM it is what
 a generation of 256 tokens takes longer than one of 32, over the 224 tokens between. --context is
-the mean of the timed steps. Every peer has a process of its own and so much time; whatever it does
-not reach is reported as failed, with the reason. One JSON line a case, then a Markdown table in
-milliseconds, with the ratio to dorad's time for the base or for DoRA.
+the mean of the timed steps.
+
+--images N: prompts with an image of 64 x 64 patches and 16 tokens of text on either side, pixels as
+the processor makes them. One that comes alone, to its first token; then N at once, to the last
+one's first token, for each of them. dorad's adapter changes the tower, too; vLLM's does not.
+
+Every peer has a process of its own and so much time; whatever it does not reach is reported as
+failed, with the reason. One JSON line a case, then a Markdown table in milliseconds, with the ratio
+to dorad's time for the base or for DoRA.
 
 Without a GPU the defaults are a tiny model on the CPU: that tries the program, no more.
 """
@@ -50,10 +56,12 @@ PEERS = {
     "vllm-lora": ("vLLM LoRA", "dorad-dora"),
 }
 
+IMAGE_PEERS = ["dorad-base", "dorad-dora", "vllm", "vllm-lora"]
+
 # The last line of a traceback, maybe after the name of a rank or a thread.
 ERROR = re.compile(r"(\(\S+ \S+\) |\[\S+\]: ?)?[\w.]*(Error|Exception|Interrupt)\b")
 
-Case = tuple[str, int]  # decode and rows, or prefill and tokens
+Case = tuple[str, int]  # decode and rows, prefill and tokens, image and 1, images and prompts
 
 
 class Report:
@@ -89,32 +97,58 @@ def one_line(text: str) -> str:
 
 
 def cases(options: argparse.Namespace) -> list[Case]:
-    decode = [("decode", batch) for batch in options.batch]
-    return decode + ([("prefill", options.prefill)] if options.prefill else [])
+    found = [("decode", batch) for batch in options.batch]
+    if options.prefill:
+        found.append(("prefill", options.prefill))
+    if options.images:
+        found += [("image", 1), ("images", options.images)]
+    return found
 
 
-def measure_dorad(peer: str, options: argparse.Namespace, report: Report) -> None:
+def run_bench(program: str, options: argparse.Namespace, report: Report, *arguments: str) -> None:
+    """A program of the bundle; reports what it measures."""
     bundle = Path(os.environ.get("DORAD_BUNDLE", ROOT / "dist" / "dorad-bundle"))
     if not (bundle / "run").exists():
         sys.exit(f"no bundle at {bundle}: run `make bundle`, and set DORAD_BUNDLE")
-    command = [str(bundle / "run"), "cuda_step_bench", "--shape", options.shape]
-    command += ["--adapters", "1" if peer == "dorad-dora" else "0", "--rank", str(options.rank)]
-    command += ["--batch", ",".join(map(str, options.batch)), "--context", str(options.context)]
-    command += ["--prefill", str(options.prefill)]
+    command = [str(bundle / "run"), program, "--shape", options.shape, *arguments]
     if options.layers:
         command += ["--layers", str(options.layers)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as bench:
         assert bench.stdout is not None
         for line in bench.stdout:
             result = json.loads(line)
-            if result.get("work") == "decode":
-                report.write(
-                    ("decode", result["batch"]), ms=result["ms"], floor_ms=result["floor_ms"]
-                )
-            elif result.get("work") == "prefill":
-                report.write(("prefill", result["tokens"]), ms=result["ms"])
+            work = result.get("work")
+            if work == "decode":
+                report.write((work, result["batch"]), ms=result["ms"], floor_ms=result["floor_ms"])
+            elif work == "prefill":
+                report.write((work, result["tokens"]), ms=result["ms"])
+            elif work == "image prompt":
+                report.write(("image", 1), ms=result["ms"])
+            elif work == "image prompts":
+                report.write(("images", result["count"]), ms=result["ms"])
     if bench.returncode:
         sys.exit(bench.returncode)
+
+
+def measure_dorad(peer: str, options: argparse.Namespace, report: Report) -> None:
+    rank, adapters = str(options.rank), "1" if peer == "dorad-dora" else "0"
+    if options.batch:
+        run_bench(
+            "cuda_step_bench",
+            options,
+            report,
+            *("--adapters", adapters, "--rank", rank),
+            *("--batch", ",".join(map(str, options.batch)), "--context", str(options.context)),
+            *("--prefill", str(options.prefill)),
+        )
+    if options.images:
+        run_bench(
+            "cuda_image_bench",
+            options,
+            report,
+            *("--adapters", adapters, "--rank", rank),
+            *("--patches", "-1", "--steps", "0", "--requests", str(options.images)),
+        )
 
 
 def measure(peer: str, options: argparse.Namespace, report: Report) -> None:
@@ -186,7 +220,13 @@ def surroundings(options: argparse.Namespace, *keys: str) -> dict:
 
 
 def table(results: dict[str, dict[Case, dict]], columns: list[Case]) -> str:
-    heads = [f"decode, batch {n}" if work == "decode" else f"prefill {n}" for work, n in columns]
+    names = {
+        "decode": "decode, batch {}",
+        "prefill": "prefill {}",
+        "image": "an image, first token",
+        "images": "of {} images, each",
+    }
+    heads = [names[work].format(size) for work, size in columns]
     lines = ["| ms | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     notes: list[str] = []
 
@@ -210,6 +250,8 @@ def table(results: dict[str, dict[Case, dict]], columns: list[Case]) -> str:
 
 
 def numbers(text: str) -> list[int]:
+    if text == "0":
+        return []
     values = [int(part) for part in text.split(",")]
     if min(values) < 1:
         raise ValueError(text)
@@ -232,17 +274,32 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--shape", choices=make_random_model.SHAPES, default="qwen3-8b" if on_gpu else "tiny")
     add("--layers", type=int, default=0, help="so many of its layers (all)")
-    add("--batch", type=numbers, default=[1, 32, 128, 256] if on_gpu else [1, 2])
+    batches = [1, 32, 128, 256] if on_gpu else [1, 2]
+    add("--batch", type=numbers, default=batches, help="of decode steps; 0: no steps, no prefill")
     add("--rank", type=int, default=384 if on_gpu else 8)
     add("--context", type=int, default=656 if on_gpu else 48, help="mean of the decode steps")
     add("--prefill", type=int, default=4096 if on_gpu else 32, help="tokens; 0 for none")
-    add("--only", type=names, default=list(PEERS), help="some of " + ",".join(PEERS))
+    add("--images", type=int, default=0, help="so many prompts with an image; 0 for none")
+    add(
+        "--vllm-compiles",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="off: vLLM starts sooner, with graphs of decode steps, without torch.compile",
+    )
+    add("--only", type=names, help="some of " + ",".join(PEERS) + " (all that can)")
     add("--device", choices=["cuda", "cpu"], default="cuda" if on_gpu else "cpu")
     add("--time-limit", type=float, default=300.0, help="seconds for each peer (300)")
     # How this program starts itself for one peer.
     add("--process", choices=PEERS, help=argparse.SUPPRESS)
     add("--folder", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    able = IMAGE_PEERS if options.images else list(PEERS)
+    options.only = options.only or able
+    if not set(options.only) <= set(able):
+        parser.error("--images takes --only of " + ",".join(able))
+    if not options.batch:
+        options.prefill = 0
+    return options
 
 
 def main(arguments: list[str]) -> None:
@@ -250,7 +307,7 @@ def main(arguments: list[str]) -> None:
     if options.process:
         measure(options.process, options, Report(options.folder / f"{options.process}.jsonl"))
         return
-    facts = surroundings(options, "shape", "layers", "rank", "context", "device")
+    facts = surroundings(options, "shape", "layers", "rank", "context", "device", "vllm_compiles")
     print(json.dumps(facts), flush=True)
     results = {}
     with tempfile.TemporaryDirectory(prefix="dorad-peers-") as folder:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -156,6 +156,23 @@ class Clock:
         return self.now
 
 
+def with_vllm(monkeypatch: pytest.MonkeyPatch, engine: type) -> ModuleType:
+    """lib.vllm_peer over an engine in vLLM's place."""
+
+    def request(_name: str, _id: int, path: str) -> SimpleNamespace:
+        return SimpleNamespace(path=path)
+
+    stand_ins = {
+        "vllm": SimpleNamespace(LLM=engine, SamplingParams=SimpleNamespace),
+        "vllm.lora": SimpleNamespace(),
+        "vllm.lora.request": SimpleNamespace(LoRARequest=request),
+    }
+    for name, module in stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "lib.vllm_peer", raising=False)
+    return importlib.import_module("lib.vllm_peer")
+
+
 @pytest.mark.parametrize("peer", ["vllm", "vllm-lora"])
 def test_vllm_steps_are_differences_of_generations(
     peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -180,18 +197,7 @@ def test_vllm_steps_are_differences_of_generations(
             output = SimpleNamespace(token_ids=[0] * sampling.max_tokens)
             return [SimpleNamespace(outputs=[output]) for _ in prompts]
 
-    def request(_name: str, _id: int, path: str) -> SimpleNamespace:
-        return SimpleNamespace(path=path)
-
-    stand_ins = {
-        "vllm": SimpleNamespace(LLM=Engine, SamplingParams=SimpleNamespace),
-        "vllm.lora": SimpleNamespace(),
-        "vllm.lora.request": SimpleNamespace(LoRARequest=request),
-    }
-    for name, module in stand_ins.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "lib.vllm_peer", raising=False)
-    vllm_peer = importlib.import_module("lib.vllm_peer")
+    vllm_peer = with_vllm(monkeypatch, Engine)
     monkeypatch.setattr(vllm_peer.time, "perf_counter", clock)
     options = gpu_peers.parse([*TINY, "--context", "200", "--batch", "1,3", "--prefill", "16"])
     report = gpu_peers.Report(tmp_path / "report.jsonl")
@@ -201,6 +207,89 @@ def test_vllm_steps_are_differences_of_generations(
         ("decode", 3): {"ms": 2.0},
         ("prefill", 16): {"ms": 102.0},
     }
+
+
+def test_prompts_with_images_are_measured(tmp_path: Path) -> None:
+    environment = bundle(
+        tmp_path / "bundle",
+        """
+        [ "$*" = "cuda_image_bench --shape tiny --adapters 0 --rank 8 --patches -1 --steps 0 \
+--requests 4" ] || exit 7
+        echo '{"shape": "tiny", "layers": 2}'
+        echo '{"work": "image prompt", "rank": 0, "ms": 50}'
+        echo '{"work": "image prompts", "rank": 0, "count": 4, "ms": 40, "images_per_s": 25}'
+        """,
+    )
+    lines, table = run(["--batch", "0", "--images", "4", "--only", "dorad-base"], environment)
+    assert [(line["work"], line["size"], line["ms"]) for line in lines[1:]] == [
+        ("image", 1, 50),
+        ("images", 4, 40),
+    ]
+    assert "| ms | an image, first token | of 4 images, each |" in table
+    assert "| dorad, base | 50.00 | 40.00 |" in table
+
+
+def test_images_are_not_for_peers_in_pytorch(capsys: pytest.CaptureFixture) -> None:
+    able = ["dorad-base", "dorad-dora", "vllm", "vllm-lora"]
+    assert gpu_peers.parse(["--images", "4"]).only == able
+    with pytest.raises(SystemExit):
+        gpu_peers.parse(["--images", "4", "--only", "dora"])
+    assert "--images takes --only of " + ",".join(able) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "ids"),
+    [
+        ("qwen3-vl-8b", [151652, 151655, 151653]),
+        ("gemma3-27b", [255999]),
+        ("mistral-small-24b", [10]),
+    ],
+)
+def test_vllm_gets_processed_images_that_it_has_not_seen(
+    name: str, ids: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an engine in vLLM's place that takes 3 ms a step, of at most two prompts."""
+    clock, seen = Clock(), set()
+
+    class LLM:
+        def __init__(self, model: str, **settings: object) -> None:
+            assert settings["limit_mm_per_prompt"] == {"image": 1, "video": 0}
+            assert not settings["skip_tokenizer_init"]
+            assert settings["compilation_config"]["mode"] == 0
+            tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+            assert tokenizer.convert_ids_to_tokens(ids[0]) != tokenizer.unk_token
+            self.renderer = self.llm_engine = self
+            self.waiting = 0
+
+        def render_cmpl(self, prompts: list[dict]) -> list[dict]:
+            for prompt in prompts:
+                others = [i for i in prompt["prompt_token_ids"] if not 1000 <= i < 1016]
+                assert others == ids
+                assert prompt["multi_modal_data"]["image"].size in [(1024, 1024), (896, 896)]
+            return [{"type": "multimodal", "mm_hashes": {"image": ["x"]}} for _ in prompts]
+
+        def add_request(self, _id: str, prompt: dict, _sampling, lora_request) -> None:
+            (image,) = prompt["mm_hashes"]["image"]
+            assert image not in seen and lora_request is None
+            seen.add(image)
+            self.waiting += 1
+
+        def has_unfinished_requests(self) -> bool:
+            return self.waiting > 0
+
+        def step(self) -> list:
+            clock.now += 0.003
+            done = min(2, self.waiting)
+            self.waiting -= done
+            return [None] * done
+
+    vllm_peer = with_vllm(monkeypatch, LLM)
+    monkeypatch.setattr(vllm_peer.time, "perf_counter", clock)
+    arguments = ["--device", "cpu", "--shape", name, "--layers", "6", "--batch", "0"]
+    options = gpu_peers.parse([*arguments, "--images", "4", "--no-vllm-compiles"])
+    report = gpu_peers.Report(tmp_path / "report.jsonl")
+    vllm_peer.measure("vllm", options, report)
+    assert report.read() == {("image", 1): {"ms": 3.0}, ("images", 4): {"ms": 1.5}}
 
 
 def shapes() -> list[Shape]:
