@@ -313,7 +313,9 @@ RPC = [
         "an image in a prompt is read as text",
         "server/rpc/image_validation.cc",
         "      CheckNoImages(text.field, *text.ids, limits, violations);\n",
-        "",
+        "      if (text.ids->empty()) {\n"
+        "        CheckNoImages(text.field, *text.ids, limits, violations);\n"
+        "      }\n",
         "The placeholder of an image is answered as if it were text.",
         ("rpc:ParseGenerate.*",),
         ("golden/test_parts.py",),
