@@ -9,7 +9,7 @@ import pytest
 import torch
 from dorad.v1 import inference_pb2
 from lib.oracle import compare
-from lib.server import device, serve
+from lib.server import device, serve, wait_until
 from lib.wire import RAW, Sample, collect
 
 PROMPT = [17, 4, 99, 3, 250, 8, 1021, 77, 5]
@@ -116,7 +116,10 @@ def test_samples_switch_together_when_pages_are_short(zoo, folders, figures, pol
         check(zoo, folders, figures, samples, policy, "three samples and few pages")
         if policy == KEEP:
             assert server.metric("dorad_engine_preemptions_total") > 0
-        assert server.wire.info().engine.kv_pages_used == 0
+        # The last answer may be here before its end is in the books.
+        wait_until(
+            lambda: server.wire.info().engine.kv_pages_used == 0, what="pages that nobody uses"
+        )
 
 
 def test_a_pinned_request_ignores_activations(zoo, folders) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from lib import tiny_models
 from lib.oracle import compare
-from lib.server import Server, device, serve
+from lib.server import Server, device, serve, wait_until
 from lib.wire import RAW, STREAM, Sample
 
 # All have windows of 8 positions: in every layer, in half of them, in three of four.
@@ -148,7 +148,10 @@ def test_few_pages(served: Served) -> None:
                         assert bits(sample) == expected
                         cached.add(sample.finish.usage.cached_prompt_tokens)
             preemptions += server.metric("dorad_engine_preemptions_total")
-            assert server.wire.info().engine.kv_pages_used == 0
+            # The last answer may be here before its end is in the books.
+            wait_until(
+                lambda: server.wire.info().engine.kv_pages_used == 0, what="pages that nobody uses"
+            )
     assert len(cached) > 3, "prefixes were found in parts"
     # Where all layers have windows no sequence grows.
     assert preemptions > 0 or served.family == "mistral"
