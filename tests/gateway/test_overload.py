@@ -44,7 +44,10 @@ def test_more_requests_than_places_are_429(fake, fake_gateway, fake_http):
             stream.close()
     wait_until(lambda: fake.running == 0, what="the streams have ended")
     fake.endless = False
-    assert fake_http.post("/v1/completions", json=COMPLETION).status_code == 200
+    wait_until(
+        lambda: fake_http.post("/v1/completions", json=COMPLETION).status_code == 200,
+        what="a place is free again",
+    )
 
 
 def test_a_long_echo_is_whole_and_others_are_served(fake, fake_http, text):
