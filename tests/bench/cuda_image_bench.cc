@@ -89,6 +89,8 @@ class Bench {
   }
 
  private:
+  using Adapter = std::shared_ptr<const adapter::LoadedAdapter>;
+
   static constexpr int64_t kContext = 656;
   static constexpr int64_t kSide = 64;
   static constexpr int64_t kText = 16;  // on either side of an image in a prompt
@@ -191,8 +193,6 @@ class Bench {
     }
   }
 
-  using Adapter = std::shared_ptr<const adapter::LoadedAdapter>;
-
   // Milliseconds until so many prompts of an image each have their first tokens.
   double FirstTokens(int64_t requests, const Adapter& adapter, bench::BenchEngine* engine) {
     std::vector<std::shared_ptr<const engine::Image>> images;  // made before the clock starts
@@ -238,7 +238,7 @@ class Bench {
   std::map<std::string, int64_t> options_;
   MemoryLedger ledger_;
   std::unique_ptr<CudaModel> model_;
-  std::vector<std::shared_ptr<const adapter::LoadedAdapter>> adapters_;  // nullptr: the base
+  std::vector<Adapter> adapters_;  // nullptr: the base
   std::unique_ptr<engine::ModelRunner> runner_;
   engine::TokenId next_key_ = -2;
 };

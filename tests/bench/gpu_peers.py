@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools")]
 
 import make_random_model  # noqa: E402
+from lib import markdown  # noqa: E402
 
 # What the table calls a peer, and whose time its ratio is to.
 PEERS = {
@@ -227,7 +228,7 @@ def table(results: dict[str, dict[Case, dict]], columns: list[Case]) -> str:
         "images": "of {} images, each",
     }
     heads = [names[work].format(size) for work, size in columns]
-    lines = ["| ms | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    rows: list[list[str]] = []
     notes: list[str] = []
 
     def failed(note: str) -> str:
@@ -245,8 +246,9 @@ def table(results: dict[str, dict[Case, dict]], columns: list[Case]) -> str:
             mine = results.get(ours, {}).get(case, {}).get("ms") if ours else None
             ratio = f" ({row[case]['ms'] / mine:.2f} ×)" if mine else ""
             cells.append(f"{row[case]['ms']:.2f}{ratio}")
-        lines.append(f"| {title} | " + " | ".join(cells) + " |")
-    return "\n".join(lines + [""] * bool(notes) + [f"{i}. {n}" for i, n in enumerate(notes, 1)])
+        rows.append([title, *cells])
+    lines = [markdown.table(["ms", *heads], rows), *[""] * bool(notes)]
+    return "\n".join(lines + [f"{i}. {n}" for i, n in enumerate(notes, 1)])
 
 
 def numbers(text: str) -> list[int]:

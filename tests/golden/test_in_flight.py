@@ -116,10 +116,8 @@ def test_samples_switch_together_when_pages_are_short(zoo, folders, figures, pol
         check(zoo, folders, figures, samples, policy, "three samples and few pages")
         if policy == KEEP:
             assert server.metric("dorad_engine_preemptions_total") > 0
-        # The last answer may be here before its end is in the books.
-        wait_until(
-            lambda: server.wire.info().engine.kv_pages_used == 0, what="pages that nobody uses"
-        )
+        # The engine counts a sequence's end after it has sent the last answer.
+        wait_until(lambda: server.wire.info().engine.kv_pages_used == 0, what="no page is in use")
 
 
 def test_a_pinned_request_ignores_activations(zoo, folders) -> None:

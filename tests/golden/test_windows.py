@@ -148,9 +148,9 @@ def test_few_pages(served: Served) -> None:
                         assert bits(sample) == expected
                         cached.add(sample.finish.usage.cached_prompt_tokens)
             preemptions += server.metric("dorad_engine_preemptions_total")
-            # The last answer may be here before its end is in the books.
+            # The engine counts a sequence's end after it has sent the last answer.
             wait_until(
-                lambda: server.wire.info().engine.kv_pages_used == 0, what="pages that nobody uses"
+                lambda: server.wire.info().engine.kv_pages_used == 0, what="no page is in use"
             )
     assert len(cached) > 3, "prefixes were found in parts"
     # Where all layers have windows no sequence grows.

@@ -13,6 +13,7 @@ import pytest
 from dorad.v1 import adapters_pb2, control_pb2, inference_pb2
 from lib.http2 import Http2
 from lib.server import Server, serve, wait_until
+from lib.tiers import deep
 from lib.tokens import write_tokens
 from lib.wire import Failure, failure, publish_parts
 
@@ -90,6 +91,7 @@ def test_unfinished_messages_are_ended_and_harm_no_tenant(
     zoo, tmp_path, figures, method: str
 ) -> None:
     """Of strangers, and to a method with a small request: gRPC keeps what has arrived of each."""
+    count = 24 if deep() else 12
     tokens = tmp_path / "tokens.yaml"
     write_tokens(tokens, {"a": ("t", ["infer"]), "b": ("u", ["infer"])}, {"t": {}, "u": {}})
     token = [("authorization", "Bearer b-token")] if method == GET_INFO else []
@@ -101,11 +103,11 @@ def test_unfinished_messages_are_ended_and_harm_no_tenant(
     with (
         serve(zoo.model("llama2"), None, {"security.tokens_file": tokens}) as server,
         dorad.Client(server.grpc, token="a-token", retry_for=0) as tenant,
-        ThreadPoolExecutor(12) as pool,
+        ThreadPoolExecutor(count) as pool,
     ):
         assert tenant.generate(PROMPT, max_tokens=1)
         with peak_growth(server) as growth:
-            attacks = [pool.submit(attack) for _ in range(12)]
+            attacks = [pool.submit(attack) for _ in range(count)]
             while not all(one.done() for one in attacks):
                 assert tenant.generate(PROMPT, max_tokens=1)
         assert tenant.generate(PROMPT, max_tokens=1)
@@ -114,7 +116,7 @@ def test_unfinished_messages_are_ended_and_harm_no_tenant(
         too_large = [text for text in answers if "bytes arrived before the request was" in text]
         late = [text for text in answers if text.startswith("no message arrived within")]
         assert too_large and len(too_large) + len(late) == len(answers), set(answers)
-        figures.append(f"12 messages of 60 MiB less a byte to {method}: {growth[0] >> 20} MiB")
+        figures.append(f"{count} messages of 60 MiB less a byte to {method}: {growth[0] >> 20} MiB")
         assert growth[0] < 256 << 20
 
 
@@ -148,12 +150,15 @@ def test_what_a_method_cannot_need_is_not_parsed(server, figures) -> None:
 
 @pytest.mark.parametrize("method", [SCORE, HEALTH])
 def test_nothing_is_inflated(server, figures, method: str) -> None:
+    size = 256 if deep() else 128
     with grpc.insecure_channel(server.grpc, compression=grpc.Compression.Gzip) as channel:
         call = channel.unary_unary(method, **RAW)
         with peak_growth(server) as growth:
-            refusal = refused(call.future(bytes(128 << 20), timeout=60))
+            refusal = refused(call.future(bytes(size << 20), timeout=60))
     assert refusal.code == grpc.StatusCode.UNIMPLEMENTED
-    figures.append(f"128 MiB of zeros, compressed, to {method}: {growth[0] >> 20} MiB at the most")
+    figures.append(
+        f"{size} MiB of zeros, compressed, to {method}: {growth[0] >> 20} MiB at the most"
+    )
     assert growth[0] < 64 << 20
 
 

@@ -41,6 +41,10 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+def convolutions():
+    return Convolutions(2)
+
+
 @pytest.mark.parametrize(
     ("base", "dtype", "tolerance", "name"),
     [
@@ -50,8 +54,13 @@ def fresh_compiler():
         (Linears, torch.bfloat16, 2**-7, "fused"),
         (Embeddings, torch.float32, 1e-6, "fused"),
         (Embeddings, torch.float32, 1e-6, "eager"),
-        (lambda: Convolutions(2), torch.float32, 1e-6, "fused"),
-        (lambda: Convolutions(2), torch.float32, 1e-6, "eager"),
+        (convolutions, torch.float32, 1e-6, "fused"),
+        (convolutions, torch.float32, 1e-6, "eager"),
+        # Each takes more than a second.
+        pytest.param(Linears, torch.bfloat16, 2**-7, "eager", marks=pytest.mark.deep),
+        pytest.param(Linears, torch.bfloat16, 2**-7, "auto", marks=pytest.mark.deep),
+        pytest.param(Embeddings, torch.float32, 1e-6, "auto", marks=pytest.mark.deep),
+        pytest.param(convolutions, torch.float32, 1e-6, "auto", marks=pytest.mark.deep),
     ],
 )
 def test_compiles_into_one_graph_with_the_same_numbers(base, dtype, tolerance, name):
