@@ -8,8 +8,14 @@
 namespace dorad::kernels {
 namespace {
 
-// Enough for a few very long rows to fill the GPU many times over.
-constexpr int64_t kMostSlots = 2048;
+// Slots for parts of rows of so many chunks. Rows in parts have more than two blocks' share of the
+// work each (attention_plan.cu), so that no more than blocks / (2 × kv_heads) rows are: 128 heads
+// of rows do for 256 blocks.
+int64_t MostSlots(const AttentionShape& shape, int64_t chunks) {
+  constexpr int64_t kLeastSlots = 2048;
+  constexpr int64_t kHeads = 128;
+  return std::max(kLeastSlots, kHeads / shape.kv_heads * chunks);
+}
 
 int64_t Aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -60,7 +66,7 @@ bool LayOutAttention(const AttentionShape& shape, int32_t rows, const AttentionW
   if (workspace.data == nullptr || rows > max_rows || rest < 0) return false;
   // Alignment may cost one more piece than a list without slots.
   const int64_t slot_bytes = PartBytes(shape) + static_cast<int64_t>(sizeof(AttentionItem));
-  const int64_t slots = std::clamp<int64_t>((rest - 256) / slot_bytes, 0, kMostSlots);
+  const int64_t slots = std::max<int64_t>((rest - 256) / slot_bytes, 0);
   char* at = static_cast<char*>(workspace.data);
   const auto take = [&at](int64_t size) {
     char* const piece = at;
@@ -86,7 +92,7 @@ size_t AttentionWorkspaceBytes(const AttentionShape& shape, int32_t max_rows,
                                int32_t max_positions) {
   if (!IsFastAttention(shape)) return 0;
   const int64_t chunks = (int64_t{max_positions} + kAttentionChunk - 1) / kAttentionChunk;
-  const int64_t slots = std::min<int64_t>(max_rows * chunks, kMostSlots);
+  const int64_t slots = std::min<int64_t>(max_rows * chunks, MostSlots(shape, chunks));
   return ListBytes(max_rows, slots) + Aligned(slots * PartBytes(shape)) + 1024;
 }
 

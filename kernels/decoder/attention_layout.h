@@ -29,12 +29,13 @@ inline constexpr int kAttentionMaxGroup = 16;
 constexpr int AttentionTileRows(int head_dim) { return head_dim > 128 ? 64 : 128; }
 
 // Positions [begin, end) of one row, or of several neighbouring ones, for every key head; or the
-// parts of a row to join. One warp reads it, a word a lane.
+// parts of a row to join. An item leaves no part, one part for each of its rows, or one for each
+// row and chunk (HasPartsOfChunks). One warp reads it, a word a lane.
 struct alignas(64) AttentionItem {
   int32_t row;    // the first
-  int32_t begin;  // first position in reach, for a chunk's item inside that chunk
+  int32_t begin;  // first position in reach
   int32_t end;
-  int32_t slot;   // of the first row's part in the workspace; -1: the item ends its row
+  int32_t slot;   // of the first row's (first) part in the workspace; -1: the item ends its row
   int32_t count;  // rows; of parts to join: parts
   // Of one row: the slot of the part that it begins with, or -1. Of several: the distance between
   // the slots of their parts. Of parts to join: the first one's slot.
@@ -45,6 +46,12 @@ struct alignas(64) AttentionItem {
   int32_t pages[2 * kAttentionTilePages];
 };
 static_assert(sizeof(AttentionItem) == 64);
+
+// Whether an item leaves a part for each chunk, of a row in slots that follow each other: the item
+// of a row by itself, or of several, with its slot, count and first.
+constexpr bool HasPartsOfChunks(int32_t slot, int32_t count, int32_t first) {
+  return slot >= 0 && (count == 1 || first > 1);
+}
 
 // The rows [leader, leader + rows) share `chunks` chunks. The parts of the i-th one have the slots
 // from slot + i · stride on: if it is split, one for each chunk, which are joined at last; else, if
@@ -74,6 +81,7 @@ struct AttentionHeader {
   int32_t items;
   int32_t joins;
   int32_t tiles;
+  int32_t join_blocks;  // of the row kernel's, the last ones: each joins a row's parts; or 0
   // Counters of the running launch, zero between launches.
   int32_t next;
   int32_t done;
@@ -87,7 +95,8 @@ struct AttentionLayout {
   int32_t* group_starts;      // [max_rows]
   AttentionSharing* sharing;  // [max_rows]
   // [items_room]: items from the front, those of several rows first; from the back, the rows whose
-  // parts must be joined, which are processed after all items.
+  // parts must be joined, which are processed after all items, or beside them by blocks that do
+  // nothing else.
   AttentionItem* items;
   AttentionRowTile* tiles;  // [max_rows]
   float* parts;             // [slots, kv_heads, part_floats]; kNoPart where unwritten

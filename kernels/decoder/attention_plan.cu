@@ -12,6 +12,12 @@ constexpr int kThreads = 1024;
 // A row is one item up to this percentage of a block's share of the work. Parts have a cost: with
 // many rows, uneven blocks cost less.
 constexpr int64_t kSharePercent = 200;
+// Items that a block gets of rows in parts, in the mean: few, since each begins with a wait for its
+// queries, and not so few that blocks end at different times.
+constexpr int64_t kItemsOfBlock = 4;
+// Few joins, of at most a block in so many, have blocks of their own, which take parts as they
+// come: one after the other, after all of them, they would take as long as a chunk each.
+constexpr int64_t kJoinShare = 8;
 
 struct PlanArgs {
   StepRows rows;
@@ -163,8 +169,8 @@ __device__ Group GroupOf(const PlanArgs& a, int row) {
 }
 
 // Writes the items of a warp's 32 rows, in turns over the lanes: `whole` is the lane's, in `items`
-// items; by chunks, each with the slot after that of the one before, or as it is.
-__device__ void WriteItems(const PlanArgs& a, const AttentionItem& whole, int items, bool by_chunks,
+// items of `run` chunks, each of which has a slot of its own; or as it is, if run is 0.
+__device__ void WriteItems(const PlanArgs& a, const AttentionItem& whole, int items, int run,
                            int64_t first_item) {
   const int lane = threadIdx.x % 32;
   int end = items;
@@ -192,14 +198,14 @@ __device__ void WriteItems(const PlanArgs& a, const AttentionItem& whole, int it
     item.page_base = of_owner(whole.page_base);
     item.position = of_owner(whole.position);
     const int i = index - (of_owner(end) - of_owner(items));
-    const bool is_chunk = of_owner(by_chunks);
+    const int chunks = of_owner(run);
     const int64_t at = __shfl_sync(0xFFFFFFFF, first_item, owner) + i;
     if (index >= total) continue;
-    if (is_chunk) {
-      const int32_t chunk = item.begin / kAttentionChunk + i;
+    if (chunks > 0) {
+      const int32_t chunk = item.begin / kAttentionChunk + i * chunks;
       item.begin = max(item.begin, chunk * kAttentionChunk);
-      item.end = min(item.end, (chunk + 1) * kAttentionChunk);
-      item.slot += i;
+      item.end = min(item.end, (chunk + chunks) * kAttentionChunk);
+      item.slot += i * chunks;
     }
     const int first_page = item.begin / kAttentionTile * kAttentionTilePages;
     for (int j = 0; j < 2 * kAttentionTilePages; ++j) {
@@ -268,6 +274,10 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
   }
   int64_t all_work;
   BlockScan(work, &all_work);
+  constexpr int kChunkTiles = kAttentionChunk / kAttentionTile;
+  const int run = static_cast<int>(
+      max(int64_t{1}, all_work * a.kv_heads / (kItemsOfBlock * kChunkTiles * a.blocks)));
+  const auto runs_of = [run](int chunks) { return (chunks + run - 1) / run; };
 
   int64_t slots_before = 0, items_before = 0, joins_before = 0, tiles_before = 0;
   for (int base = 0; base < rows; base += kThreads) {
@@ -285,7 +295,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
     }
     way.slot = static_cast<int32_t>(slot);
     for (int i = 0; i < group.rows; ++i) layout.sharing[row + i] = way;
-    const int items = way.chunks == 0 ? 0 : way.is_split ? way.chunks : 1;
+    const int items = way.chunks == 0 ? 0 : way.is_split ? runs_of(way.chunks) : 1;
     const int64_t first_item = items_before + BlockScan(items, &sum);
     items_before += sum;
     WriteItems(a,
@@ -298,7 +308,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
                 items > 0 ? a.rows.page_begin[a.rows.sequences[row]] : 0,
                 INT32_MAX,
                 {}},
-               items, way.is_split, first_item);
+               items, way.is_split ? run : 0, first_item);
   }
   __syncthreads();
 
@@ -314,7 +324,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
     if (is_row && !is_tiled) way = layout.sharing[row];
     const int32_t part = way.slot + (row - way.leader) * way.stride;  // the row's first
     const bool is_split = way.is_split;
-    const int items = !is_row || is_tiled ? 0 : is_split ? reach.Chunks() - way.chunks : 1;
+    const int items = !is_row || is_tiled ? 0 : is_split ? runs_of(reach.Chunks() - way.chunks) : 1;
     int64_t sum;
     const int64_t first_item = items_before + BlockScan(items, &sum);
     items_before += sum;
@@ -328,7 +338,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
                 page_base,
                 position,
                 {}},
-               items, is_split, first_item);
+               items, is_split ? run : 0, first_item);
     const int64_t join = joins_before + BlockScan(is_split, &sum);
     joins_before += sum;
     if (is_split) {
@@ -347,8 +357,13 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
     }
   }
   if (threadIdx.x == 0) {
-    *layout.header = {static_cast<int32_t>(items_before), static_cast<int32_t>(joins_before),
-                      static_cast<int32_t>(tiles_before), 0, 0};
+    const int64_t joins = joins_before * a.kv_heads;
+    *layout.header = {static_cast<int32_t>(items_before),
+                      static_cast<int32_t>(joins_before),
+                      static_cast<int32_t>(tiles_before),
+                      static_cast<int32_t>(kJoinShare * joins <= a.blocks ? joins : 0),
+                      0,
+                      0};
   }
   __threadfence();
 }

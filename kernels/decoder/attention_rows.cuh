@@ -24,6 +24,7 @@ enum : int32_t {
   kChunkEnds = 8,
   kJoin = 16,  // not a tile but `count` parts to join
   kStop = 32,
+  kPartEnds = 64,  // with kChunkEnds: what is joined so far is a part, or the last of it
 };
 
 // The description of a stage's tile for the computing warps.
@@ -33,7 +34,7 @@ struct alignas(16) TileInfo {
   int32_t flags;
   int32_t row;
   int32_t head;                // key head
-  int32_t slot, count, first;  // as the item's
+  int32_t slot, count, first;  // as the item's; the slot is that of the tile's part
   int32_t own;                 // the row's own position
   int32_t page;                // of that, if it is appended in this tile; else -1
   int32_t unused;

@@ -397,14 +397,17 @@ __device__ void ComputeItem(const Args<typename C::Isa>& p, uint8_t* shared, uin
         begins_with_part = false;
       }
       JoinColumns(rows, state, chunk, most, p.scale);
+      if (info.flags & kPartEnds) {
+        StoreParts<C>(p, info, rows, state);
+        rows.Clear();
+        ClearState(state);
+      }
     }
     if (info.flags & kItemEnds) break;
     info = reader.Await(shared);
   }
-  if (info.slot >= 0) {
-    StoreParts<C>(p, info, rows, state);
-  } else if constexpr (!kShares) {
-    StoreRow<C>(p, info, rows, state);
+  if constexpr (!kShares) {
+    if (info.slot < 0) StoreRow<C>(p, info, rows, state);
   }
 }
 

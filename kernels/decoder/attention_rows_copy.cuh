@@ -1,6 +1,8 @@
 // The copying warp of the row kernel: takes work and copies tiles of the cache.
 #pragma once
 
+#include <climits>
+
 #include "kernels/decoder/attention_rows.cuh"
 #include "kernels/isa/barrier.cuh"
 #include "kernels/isa/dependent_launch.cuh"
@@ -40,7 +42,7 @@ __device__ void Produce(const Args<typename C::Isa>& p, uint8_t* shared, uint32_
   const int lane = threadIdx.x % 32;
   const uint32_t full = base + C::barrier_at, empty = full + 8 * C::stages;
   const typename Isa::Policy policy = Isa::EvictFirst();
-  const int grid = static_cast<int>(gridDim.x);
+  const int all_blocks = static_cast<int>(gridDim.x);
   const bool is_appending = p.append.qkv != nullptr;
   bool is_waiting = is_appending;
   if (!is_appending) WaitForPrevious();
@@ -53,13 +55,26 @@ __device__ void Produce(const Args<typename C::Isa>& p, uint8_t* shared, uint32_
     return reinterpret_cast<const int32_t*>(p.layout.items + index)[lane % 16];
   };
   // The first work is taken before the number of items is known, to avoid a wait.
-  int work = blockIdx.x, next_work = work + grid;
+  int work = blockIdx.x, next_work = work + all_blocks;
   int item = load(item_of(work)), next_item = load(item_of(next_work));
   const int items = p.layout.header->items, joins = p.layout.header->joins;
-  const int total = (items + joins) * p.kv_heads;
-  const auto load_join = [&](int index) { return load(p.layout.items_room - 1 - (index - items)); };
-  if (item_of(work) >= items) item = load_join(item_of(work));
-  if (item_of(next_work) >= items) next_item = load_join(item_of(next_work));
+  const int join_blocks = p.layout.header->join_blocks;
+  const auto load_at = [&](int index) {
+    return load(index < items ? index : p.layout.items_room - 1 - (index - items));
+  };
+  const int blocks = all_blocks - join_blocks;  // that take what is next
+  const int works = (items + (join_blocks > 0 ? 0 : joins)) * p.kv_heads;
+  const bool only_joins = static_cast<int>(blockIdx.x) >= blocks;
+  const int stop = only_joins ? INT_MAX : works;
+  if (only_joins) {
+    work += works - blocks;
+    next_work = stop;
+    item = load_at(item_of(work));
+  } else {
+    if (item_of(work) >= items) item = load_at(item_of(work));
+    next_work = work + blocks;
+    if (join_blocks > 0 || item_of(next_work) >= items) next_item = load_at(item_of(next_work));
+  }
   int stage = 0;
   uint32_t parity = 0;
   const auto next_stage = [&] {
@@ -69,7 +84,7 @@ __device__ void Produce(const Args<typename C::Isa>& p, uint8_t* shared, uint32_
     }
   };
 #pragma unroll 1
-  while (work < total) {
+  while (work < stop) {
     const auto word = [item](int at) { return __shfl_sync(0xFFFFFFFF, item, at); };
     const int begin = word(kBegin), end = word(kEnd), row = word(kRow);
     const int slot = word(kSlot), count = word(kCount), first = word(kFirst);
@@ -78,6 +93,7 @@ __device__ void Produce(const Args<typename C::Isa>& p, uint8_t* shared, uint32_
     const bool is_join = index >= items;
     const int32_t* const pages = p.pages + word(kPageBase);
     const int first_tile = begin / kTile, last_tile = is_join ? first_tile - 1 : (end - 1) / kTile;
+    const bool has_chunk_parts = HasPartsOfChunks(slot, count, first);
     const auto load_pages = [&](int tile) {
       const int page = tile * kTilePages + lane;
       return page * kKvPageTokens < end ? pages[page] : 0;
@@ -98,7 +114,7 @@ __device__ void Produce(const Args<typename C::Isa>& p, uint8_t* shared, uint32_
     };
     int next = 0;
     const auto take_next = [&] {
-      if (lane == 0) next = 2 * grid + atomicAdd(&p.layout.header->next, 1);
+      if (lane == 0) next = only_joins ? stop : 2 * blocks + atomicAdd(&p.layout.header->next, 1);
     };
     if (!is_waiting) take_next();
     TileInfo info;
@@ -135,10 +151,12 @@ __device__ void Produce(const Args<typename C::Isa>& p, uint8_t* shared, uint32_
       if (lane == 0) {
         constexpr int kPerChunk = kAttentionChunk / kTile;
         info.position = tile * kTile;
-        info.flags = (tile == first_tile ? kItemBegins : 0) |
-                     (tile == last_tile ? kItemEnds | kChunkEnds : 0) |
-                     (tile % kPerChunk == kPerChunk - 1 ? kChunkEnds : 0) |
+        const bool ends_chunk = tile == last_tile || tile % kPerChunk == kPerChunk - 1;
+        const bool ends_part = has_chunk_parts ? ends_chunk : slot >= 0 && tile == last_tile;
+        info.flags = (tile == first_tile ? kItemBegins : 0) | (tile == last_tile ? kItemEnds : 0) |
+                     (ends_chunk ? kChunkEnds : 0) | (ends_part ? kPartEnds : 0) |
                      (tile % kPerChunk == 0 || tile == first_tile ? kChunkBegins : 0);
+        if (has_chunk_parts) info.slot = slot + tile / kPerChunk - first_tile / kPerChunk;
         info.page = is_appending && tile == last_tile && end > position ? page : -1;
         reinterpret_cast<TileInfo*>(shared + C::info_at)[stage] = info;
         Isa::Expect(full + 8 * stage,
@@ -160,8 +178,7 @@ __device__ void Produce(const Args<typename C::Isa>& p, uint8_t* shared, uint32_
     work = next_work;
     item = next_item;
     next_work = __shfl_sync(0xFFFFFFFF, next, 0);
-    const int next_index = item_of(next_work);
-    next_item = next_index < items ? load(next_index) : load_join(next_index);
+    next_item = load_at(item_of(next_work));
   }
   BarrierWait(empty + 8 * stage, parity ^ 1);
   if (lane == 0) {
@@ -170,8 +187,9 @@ __device__ void Produce(const Args<typename C::Isa>& p, uint8_t* shared, uint32_
     // A block without work may exit at once, since blocks with work wait for the whole launch. The
     // last block resets the counters for the next launch.
     AttentionHeader* const header = p.layout.header;
-    const int blocks = min(grid, total);
-    if (static_cast<int>(blockIdx.x) < blocks && atomicAdd(&header->done, 1) == blocks - 1) {
+    const int busy = min(blocks, works);
+    const bool is_busy = only_joins || static_cast<int>(blockIdx.x) < busy;
+    if (is_busy && atomicAdd(&header->done, 1) == busy + join_blocks - 1) {
       header->next = 0;
       header->done = 0;
     }

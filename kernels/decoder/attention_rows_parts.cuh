@@ -115,6 +115,8 @@ __device__ void JoinParts(Columns<C, C::head_tiles>& rows, SoftmaxState (&state)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int g = lane / 4, t = lane % 4;
   const int pairs = AttentionPartPairs(group);
+  // Short code: it comes from memory, too.
+#pragma unroll 1
   for (int i = 0; i < count; ++i) {
     float* const part = parts + i * part_floats;
     Columns<C, C::head_tiles> chunk;
@@ -196,50 +198,87 @@ struct FirstPart {
   }
 };
 
-// Copies `count` parts of `places` times 16 bytes, at a distance of `stride` places, to shared
-// memory as they appear, and resets their places to kNoPart. All computing threads.
-__device__ inline void TakeParts(uint4* parts, int64_t stride, int places, int count, uint4* to) {
-  constexpr int kDeep = 8;  // loads in flight together
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (int part = warp; part < count; part += kWarps) {
-    uint4* const from = parts + part * stride;
-#pragma unroll 1
-    for (int base = lane; base < places; base += 32 * kDeep) {
-      uint4 bits[kDeep];
+// The parts of a row on their way to shared memory, a round of them at a time: as many as fit. All
+// computing threads; each has the same places of every round.
+template <typename C>
+class PartRounds {
+ public:
+  // At least a part, and no more than registers hold.
+  static constexpr int kBytes = C::stage_bytes / 2 < 20480 ? C::stage_bytes / 2 : 20480;
+
+  // `places`, of a part, and `stride`, from one to the next, in units of 16 bytes.
+  __device__ PartRounds(float* parts, int64_t stride, int places, int count)
+      : parts_(reinterpret_cast<uint4*>(parts)), stride_(stride), places_(places), count_(count) {
+    int part = static_cast<int>(threadIdx.x) / places;
+    int place = static_cast<int>(threadIdx.x) % places;
+    const int parts_on = kThreads / places, places_on = kThreads % places;
 #pragma unroll
-      for (int i = 0; i < kDeep; ++i) {
-        if (base + 32 * i < places) bits[i] = LoadRelaxed(from + base + 32 * i);
-      }
-#pragma unroll
-      for (int i = 0; i < kDeep; ++i) {
-        const int place = base + 32 * i;
-        if (place >= places) break;
-        AwaitPlace(bits[i], from + place);
-        to[part * places + place] = bits[i];
-        ResetPlace(from + place);
-      }
+    for (int i = 0; i < kEach; ++i) {
+      at_[i] = static_cast<int>(part * stride) + place;
+      part += parts_on;
+      place += places_on;
+      if (place < places) continue;
+      place -= places;
+      ++part;
     }
   }
-  NamedBarrier(kConsumerBarrier, 32 * kWarps);
-}
+  __device__ int most() const { return kBytes / 16 / places_; }
+  __device__ int count(int first) const { return min(most(), count_ - first); }
 
-// Joins all parts of a row in the memory of one stage.
+  // Loads a round that begins with part `first`: no instruction needs it before Take.
+  __device__ void Load(int first) {
+    const int end = count(first) * places_;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (static_cast<int>(threadIdx.x) + kThreads * i >= end) break;
+      bits_[i] = LoadRelaxed(parts_ + first * stride_ + at_[i]);
+    }
+  }
+  // Waits for what was not there yet, and resets the parts' places to kNoPart.
+  __device__ void Take(int first, uint4* to) {
+    const int end = count(first) * places_;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int place = static_cast<int>(threadIdx.x) + kThreads * i;
+      if (place >= end) break;
+      uint4* const from = parts_ + first * stride_ + at_[i];
+      AwaitPlace(bits_[i], from);
+      to[place] = bits_[i];
+      ResetPlace(from);
+    }
+  }
+
+ private:
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kEach = kBytes / 16 / kThreads;
+  static_assert(kEach * kThreads * 16 == kBytes);
+
+  uint4* const parts_;
+  const int64_t stride_;
+  const int places_, count_;
+  int at_[kEach];  // in a round, from its first part on
+  uint4 bits_[kEach];
+};
+
+// Joins all parts of a row in the memory of one stage: in one half those of a round, while the next
+// round's are on their way to the other.
 template <typename C>
 __device__ void JoinAll(const Args<typename C::Isa>& p, const TileInfo& info, uint8_t* stage,
                         Columns<C, C::head_tiles>& rows, SoftmaxState (&state)[C::head_tiles][2]) {
   const int part_floats = p.layout.part_floats;
-  const int together = C::stage_bytes / (part_floats * 4);
-  float* const parts = PartAt<C>(p, info.first, info.head);
-  const int64_t stride = int64_t{p.kv_heads} * part_floats;
+  PartRounds<C> rounds(PartAt<C>(p, info.first, info.head), int64_t{p.kv_heads} * part_floats / 4,
+                       part_floats / 4, info.count);
+  uint8_t* half = stage;
+  rounds.Load(0);
 #pragma unroll 1
-  for (int part = 0; part < info.count; part += together) {
-    const int count = min(together, info.count - part);
-    TakeParts(reinterpret_cast<uint4*>(parts + part * stride), stride / 4, part_floats / 4, count,
-              reinterpret_cast<uint4*>(stage));
-    JoinParts<C>(rows, state, reinterpret_cast<float*>(stage), part_floats, count, p.group,
-                 p.scale);
+  for (int first = 0; first < info.count; first += rounds.most()) {
+    // All have joined what was in this half: before the barrier of the round between.
+    rounds.Take(first, reinterpret_cast<uint4*>(half));
     NamedBarrier(kConsumerBarrier, 32 * kWarps);
+    if (first + rounds.most() < info.count) rounds.Load(first + rounds.most());
+    JoinParts<C>(rows, state, reinterpret_cast<float*>(half), part_floats, rounds.count(first),
+                 p.group, p.scale);
+    half = half == stage ? stage + PartRounds<C>::kBytes : stage;
   }
   // Fetches will write there next.
   C::Isa::FenceStages();

@@ -72,11 +72,13 @@ class Step {
     for (Bf16& x : q_) x = __float2bfloat16(normal(random_));
   }
 
-  // in_parts: by chunks, which are joined. shares: reads common pages once for several rows.
+  // run: in parts of chunks, which are joined, with so many chunks an item; 0: rows are whole.
+  // shares: reads common pages once for several rows.
   struct How {
-    bool in_parts = false;
+    int run = 0;
     bool appends = false;
     bool shares = false;
+    bool has_join_blocks = false;
   };
   // Outputs of all rows by themselves.
   std::vector<Bf16> Rows(const How& how) {
@@ -138,6 +140,8 @@ class Step {
   bool CanAppend() const {
     return !case_.sees_run && rows_.size() == case_.runs.size() && case_.shape.head_dim != 80;
   }
+  // Their blocks would take the emulator long.
+  bool HasFewJoins() const { return rows_.size() * case_.shape.kv_heads <= 10; }
 
  private:
   struct Row {
@@ -170,12 +174,12 @@ class Step {
     std::vector<AttentionItem> items, joins;
     int slots = 0;
   };
-  // Adds one item for each chunk, each with the slot after that of the one before, or one for all.
-  void AddItems(AttentionItem item, bool by_chunks, Work* work) const {
+  // Adds one item for each run of chunks, which have a slot each, or one for all.
+  void AddItems(AttentionItem item, int run, Work* work) const {
     const int end = item.end;
     while (item.begin < end) {
-      if (by_chunks) {
-        item.end = std::min(end, (item.begin / kAttentionChunk + 1) * kAttentionChunk);
+      if (run > 0) {
+        item.end = std::min(end, (item.begin / kAttentionChunk + run) * kAttentionChunk);
       }
       const int first_page = item.begin / kAttentionTile * kAttentionTilePages;
       for (int j = 0; j < 2 * kAttentionTilePages; ++j) {
@@ -185,7 +189,7 @@ class Step {
       }
       work->items.push_back(item);
       item.begin = item.end;
-      ++item.slot;
+      item.slot += run;
     }
   }
   int ChunksOf(int row) const {
@@ -204,13 +208,13 @@ class Step {
         most_chunks = std::max(most_chunks, ChunksOf(row));
       }
       if (end - first == 1) chunks = 0;
-      const bool is_split = how.in_parts && most_chunks > 1;
+      const bool is_split = how.run > 0 && most_chunks > 1;
       const int slot = work.slots, stride = is_split ? most_chunks : 1;
       if (chunks > 0 || is_split) work.slots += stride * (end - first);
       const int page_base = page_begin_[rows_[first].sequence];
       AddItems(
           {first, 0, chunks * kAttentionChunk, slot, end - first, stride, page_base, INT32_MAX, {}},
-          is_split, &work);
+          is_split ? how.run : 0, &work);
       for (int row = first; row < end; ++row) {
         const Row& at = rows_[row];
         const int part = slot + (row - first) * stride;
@@ -223,7 +227,7 @@ class Step {
                   page_begin_[at.sequence],
                   at.position,
                   {}},
-                 is_split, &own);
+                 is_split ? how.run : 0, &own);
         if (is_split) own.joins.push_back({row, 0, 0, -1, ChunksOf(row), part, 0, 0, {}});
       }
     }
@@ -235,8 +239,13 @@ class Step {
   template <typename C>
   void RunRows(const How& how, Bf16* out) {
     auto [items, joins, slots] = Plan(how);
+    const int all_joins = static_cast<int>(joins.size()) * case_.shape.kv_heads;
     AttentionHeader header = {static_cast<int32_t>(items.size()),
-                              static_cast<int32_t>(joins.size()), 0, 0, 0};
+                              static_cast<int32_t>(joins.size()),
+                              0,
+                              how.has_join_blocks ? all_joins : 0,
+                              0,
+                              0};
     items.insert(items.end(), joins.rbegin(), joins.rend());
     row_attention::Args<MmaPages> args = {};
     args.layout.header = &header;
@@ -281,7 +290,7 @@ class Step {
     }
     int delay = static_cast<int>(random_() % 200);
     Grid grid(
-        3, C::threads, 1, C::shared_bytes, [&delay] { return --delay < 0; },
+        3 + header.join_blocks, C::threads, 1, C::shared_bytes, [&delay] { return --delay < 0; },
         [&] { row_attention::RunRowBlock<C>(args, emulation::ThisBlock().shared); });
     Emulator::Get().Run({&grid});
     EXPECT_EQ(header.next, 0);
@@ -302,7 +311,7 @@ class Step {
           {static_cast<int32_t>(row), std::min(left, most), at.position, page_begin_[at.sequence]});
       row += tiles.back().tokens;
     }
-    AttentionHeader header = {0, 0, static_cast<int32_t>(tiles.size()), 0, 0};
+    AttentionHeader header = {0, 0, static_cast<int32_t>(tiles.size()), 0, 0, 0};
     tile_attention::Args<MmaPages> args = {};
     args.layout.header = &header;
     args.layout.tiles = tiles.data();
@@ -350,13 +359,15 @@ TEST_P(EmulatedAttention, HasTheSameBitsInAllWays) {
     EXPECT_EQ(different, 0) << way << ", first at " << first;
   };
   const bool shares = GetParam().common > 0;
-  for (int way = 1; way < 8; ++way) {
-    const Step::How how{(way & 1) != 0, (way & 2) != 0, (way & 4) != 0};
+  for (int way = 1; way < 24; ++way) {
+    const Step::How how{way % 3, (way / 3 & 1) != 0, (way / 6 & 1) != 0, way >= 12};
     if ((how.appends && !step.CanAppend()) || (how.shares && !shares)) continue;
+    if (how.has_join_blocks && (how.run == 0 || !step.HasFewJoins())) continue;
     std::string name;
-    if (how.in_parts) name += "in parts, ";
+    if (how.run > 0) name += "in parts of " + std::to_string(how.run) + ", ";
     if (how.appends) name += "appended, ";
-    if (how.shares) name += "common pages together";
+    if (how.shares) name += "common pages together, ";
+    if (how.has_join_blocks) name += "joined by blocks of their own";
     expect_same(name.c_str(), [&] { return step.Rows(how); });
   }
   if (HasTileAttention(GetParam().shape)) expect_same("in tiles", [&] { return step.Tiles(); });
