@@ -47,13 +47,19 @@ size_t HBytes(const DoraLinearShape& shape, int rows, int max_rank) {
 size_t SharesBytes(const DoraLinearShape& shape, int rows, int max_rank) {
   return sizeof(float) * kLinearSlices * HSize(shape, rows, max_rank);
 }
+// Of MmaIsa: whole tiles of the batch, and panels of up to 192 rows of W.
+size_t GivenBytes(const DoraLinearShape& shape, int rows) {
+  const int out = OutFeatures(shape);
+  if (out > kLinearMostSplitOut) return 0;
+  return sizeof(float) * 64 * BatchTiles(rows) * (size_t{1} * out + 192);
+}
 
 }  // namespace
 
 size_t DoraLinearWorkspaceBytes(const DoraLinearShape& shape, int rows, int max_rank) {
   if (!Valid(shape, rows, max_rank)) return 0;
   return kDoraLinearSignalBytes + HBytes(shape, rows, max_rank) +
-         SharesBytes(shape, rows, max_rank);
+         SharesBytes(shape, rows, max_rank) + GivenBytes(shape, rows);
 }
 
 cudaError_t EncodeDoraMaps(const DoraFactors& factors, int in, int out, CUtensorMap maps[2]) {
@@ -84,7 +90,10 @@ cudaError_t Prepare(const DoraLinearParams& params, const LinearPlan& plan, int 
   args.signals = static_cast<LinearSignals*>(params.workspace);
   uint8_t* h = static_cast<uint8_t*>(params.workspace) + kDoraLinearSignalBytes;
   args.h = reinterpret_cast<__nv_bfloat16*>(h);
-  args.shares = reinterpret_cast<float*>(h + HBytes(shape, params.rows, params.max_rank));
+  uint8_t* shares = h + HBytes(shape, params.rows, params.max_rank);
+  args.shares = reinterpret_cast<float*>(shares);
+  args.given = reinterpret_cast<float4*>(shares + SharesBytes(shape, params.rows, params.max_rank));
+  args.is_given = reinterpret_cast<uint32_t*>(args.signals + kLinearMostRowGroups);
   const auto encode_x = [&](int box_rows, auto* map) {
     return EncodeMatrix(params.x, params.rows, shape.in, shape.in, box_rows, map);
   };

@@ -13,10 +13,10 @@
 // all later launches wait for, are safe); they may write x.
 //
 // With adapters the blocks of a launch wait for each other, at most one on each multiprocessor;
-// those of DoraLinearPrefill also do without. Two such launches at the same time, on different
-// streams or in processes that share the GPU through MPS, could each hold multiprocessors that the
-// other one waits for, a deadlock: keep them in one stream. Other kernels may run beside them if
-// they end by themselves.
+// those of DoraLinearPrefill and of kMma also do without. Two such launches at the same time, on
+// different streams or in processes that share the GPU through MPS, could each hold multiprocessors
+// that the other one waits for, a deadlock: keep them in one stream. Other kernels may run beside
+// them if they end by themselves.
 //
 // On Hopper by its own instructions, or, like every GPU from compute capability 8.0 on, by those of
 // KernelIsa::kMma: with other bits, the same in every batch.
@@ -40,7 +40,7 @@ namespace dorad::kernels {
 inline constexpr int kDoraLinearMaxRows = 256;
 inline constexpr int kDoraLinearMaxParts = 3;
 // The head of a workspace, zeroed by its owner once, before its first use.
-inline constexpr size_t kDoraLinearSignalBytes = 256;
+inline constexpr size_t kDoraLinearSignalBytes = 4352;
 
 // `parts` modules that share x, stacked in W: q, k, v or gate, up.
 struct DoraLinearShape {

@@ -17,7 +17,11 @@ struct alignas(128) LinearSignals {
   uint32_t h;       // blocks that have added up their part of h
   uint32_t left;    // warps that no longer need the two above
 };
-static_assert(kLinearMostRowGroups * sizeof(LinearSignals) <= kDoraLinearSignalBytes);
+// Behind them a counter for each panel, of 32 rows at least, of each group: LinearArgs::given.
+inline constexpr int kLinearGivenSignals = kLinearMostRowGroups * kLinearMostSplitOut / 32;
+static_assert(kLinearMostRowGroups * sizeof(LinearSignals) +
+                  kLinearGivenSignals * sizeof(uint32_t) <=
+              kDoraLinearSignalBytes);
 
 struct LinearArgs {
   DoraLinearParams p;
@@ -31,6 +35,10 @@ struct LinearArgs {
   LinearSignals* signals;  // of each group
   float* shares;           // [parts, rows, kLinearSlices, ldh]; sums of A x over a slice of K
   __nv_bfloat16* h;        // [parts, rows, ldh]; of a row, its own adapter's s·(A x)
+  // Of MmaIsa with splits: sums of the first pieces, of each group and panel, as threads have
+  // them, and whether they are there; these are zero between launches.
+  float4* given;
+  uint32_t* is_given;
 };
 
 }  // namespace dorad::kernels

@@ -98,7 +98,7 @@ class ProjectBlock {
         ring_(shared.ring, dynamic, args.stages, Config::kWeightBytes,
               Config::kWeightBytes + Config::kStageChunks * x_bytes_),
         exchange_(dynamic + args.stages * (Config::kWeightBytes + Config::kStageChunks * x_bytes_)),
-        split_(Isa::kHasClusters ? blockIdx.x & (args.plan.splits - 1) : 0),
+        split_(blockIdx.x & (args.plan.splits - 1)),
         sibling_(Isa::kHasClusters ? (blockIdx.x >> args.plan.log_splits) % args.siblings : 0),
         lane_(threadIdx.x % 32) {}
 
@@ -147,13 +147,17 @@ class ProjectBlock {
 
   __device__ int LeadStages() const { return min(Config::kLeadStages, args_.flight); }
 
+  // This block's stages of W.
+  __device__ int FirstChunk() const { return PieceFirst<Isa>(args_.plan, split_); }
+  __device__ int EndChunk() const { return PieceFirst<Isa>(args_.plan, split_ + 1); }
+
   // f(first chunk, end, is lead) of W over a panel of this block: for its first panel, the chunks
   // before the shrink, possibly none, then the rest. A block without a panel has no chunks. The
   // division does not depend on the tables, so that a batch's first stages need not wait for them.
   template <typename F>
   __device__ void ForEachPiece(bool first, F f) const {
-    const int begin = FirstChunk(args_.plan, split_);
-    const int end = HasPanel() ? FirstChunk(args_.plan, split_ + 1) : begin;
+    const int begin = FirstChunk();
+    const int end = HasPanel() ? EndChunk() : begin;
     const bool has_lead = first && kAdapted;
     const int middle = has_lead ? min(begin + LeadStages() * Config::kStageChunks, end) : begin;
 #pragma unroll 1
@@ -163,7 +167,7 @@ class ProjectBlock {
   }
 
   __device__ int Cluster() const {
-    if constexpr (!Isa::kHasClusters) return static_cast<int>(blockIdx.x);
+    if constexpr (!Isa::kHasClusters) return static_cast<int>(blockIdx.x) >> args_.plan.log_splits;
     return static_cast<int>(blockIdx.x >> args_.plan.log_splits) / args_.siblings;
   }
   // An adapted launch may have more blocks than panels, for the shrink.
@@ -177,11 +181,11 @@ class ProjectBlock {
   template <typename F>
   __device__ void ForEachPanel(F f) const {
     if constexpr (!Isa::kHasClusters) {
-      int panel = static_cast<int>(blockIdx.x);
+      int panel = Cluster();
 #pragma unroll 1
       do {
-        f(panel * kPanel, panel * kPanel, panel == static_cast<int>(blockIdx.x));
-        panel += static_cast<int>(gridDim.x);
+        f(panel * kPanel, panel * kPanel, panel == Cluster());
+        panel += static_cast<int>(gridDim.x) >> args_.plan.log_splits;
       } while (panel < args_.plan.panels);
       return;
     }
@@ -200,7 +204,7 @@ class ProjectBlock {
   template <typename F>
   __device__ void ForEachRank(int group, F f) const {
     const int siblings = Isa::kHasClusters ? args_.siblings : 1;
-    ForEachRankRange(args_, tables_, group, group + siblings * kPanel, split_, f);
+    ForEachRankRange<Isa>(args_, tables_, group, group + siblings * kPanel, split_, f);
   }
 
   // Whether a panel has rows of the part.

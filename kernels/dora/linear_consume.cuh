@@ -74,7 +74,10 @@ class ProjectConsumers : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
       }
       BarrierWait(SharedAddress(&shared_.staged), parity);
       parity ^= 1;
-      if (args_.plan.splits == 1) {
+      if (!Isa::kHasClusters && split_ + 1 < args_.plan.splits) {
+        Give(d, first_tile, warp, row);
+      } else if (!Isa::kHasClusters || args_.plan.splits == 1) {
+        if (!Isa::kHasClusters && split_ > 0) Take(d, first_tile, warp, row);
 #pragma unroll
         for (int tile = 0; tile < Config::kTiles; ++tile) {
           ForEachBlock<kPanel>(d[tile], [&](int first, const auto& values) {
@@ -255,6 +258,49 @@ class ProjectConsumers : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
       Release(ring_.stage());
       ring_.Advance();
     }
+  }
+
+  // f(tile, i-th four of this thread's sums, where they are given) of a panel's.
+  template <typename F>
+  __device__ void ForEachGiven(int first_tile, int warp, int row, F f) const {
+    constexpr int kFours = kValues<kPanel> / 4;
+    constexpr int kThreads = 32 * Config::kConsumerWarps;
+    float4* given =
+        args_.given + Given(row) * Config::kTiles * kFours * int64_t{kThreads} + threadIdx.x;
+#pragma unroll
+    for (int tile = 0; tile < Config::kTiles; ++tile) {
+      if (64 * (first_tile + tile) + FirstRow(warp) >= rows_.count) continue;
+#pragma unroll
+      for (int i = 0; i < kFours; ++i) f(tile, 4 * i, given + (tile * kFours + i) * kThreads);
+    }
+  }
+  __device__ int Given(int row) const {
+    return static_cast<int>(blockIdx.y) * args_.plan.panels + row / kPanel;
+  }
+
+  // The sums of the first piece of K go to the block of the second one. All consumers.
+  __device__ void Give(const float (&d)[Config::kTiles][kValues<kPanel>], int first_tile, int warp,
+                       int row) const {
+    ForEachGiven(first_tile, warp, row, [&](int tile, int i, float4* to) {
+      __stcg(to, make_float4(d[tile][i], d[tile][i + 1], d[tile][i + 2], d[tile][i + 3]));
+    });
+    NamedBarrier(2, 32 * Config::kConsumerWarps);
+    if (threadIdx.x == 0) SignalRelease(args_.is_given + Given(row));
+  }
+  __device__ void Take(float (&d)[Config::kTiles][kValues<kPanel>], int first_tile, int warp,
+                       int row) const {
+    if (threadIdx.x == 0) {
+      SpinUntil(args_.is_given + Given(row), 1);
+      args_.is_given[Given(row)] = 0;
+    }
+    NamedBarrier(2, 32 * Config::kConsumerWarps);
+    ForEachGiven(first_tile, warp, row, [&](int tile, int i, const float4* from) {
+      const float4 first = __ldcg(from);
+      d[tile][i] += first.x;
+      d[tile][i + 1] += first.y;
+      d[tile][i + 2] += first.z;
+      d[tile][i + 3] += first.w;
+    });
   }
 
   // Each split finishes half of the panel's columns: it sends the sums of the other half to the

@@ -99,21 +99,23 @@ cudaError_t LaunchProjectPanel(const LinearLaunch<Isa>& launch) {
                         args.plan.chunks / args.plan.splits * Config::kChunkBytes < kShortBytes;
   const int flight_bytes = is_short ? kShortFlightBytes : kFlightBytes;
   args.flight = std::min(args.stages, std::max(flight_bytes / Config::kWeightBytes, 2));
-  const int cluster = args.siblings * args.plan.splits;
+  const int blocks = args.siblings * args.plan.splits;  // a piece of K of a panel each
+  const int cluster = Isa::kHasClusters ? blocks : 1;
   const int groups = CeilDiv(args.plan.panels, args.siblings);
-  // With splits each block has one panel; else blocks take several.
+  // With splits in a cluster each block has one panel; else blocks take several.
   const int processors = launch.processors / args.plan.row_groups;
-  int clusters =
-      args.plan.splits > 1 ? groups : std::min(groups, std::max(processors / cluster, 1));
+  int clusters = Isa::kHasClusters && args.plan.splits > 1
+                     ? groups
+                     : std::min(groups, std::max(processors / blocks, 1));
   if constexpr (kAdapted) {
     // Whole teams for the shrink.
     const int teams = std::max(processors / kLinearSlices, 1);
-    clusters = std::max(clusters, teams * kLinearSlices / cluster);
-    DORAD_CUDA_RETURN_IF_ERROR(
-        (CheckRunAtOnce<Isa, kM, kPanel>(cluster, clusters * args.plan.row_groups)));
+    clusters = std::max(clusters, teams * kLinearSlices / blocks);
+    DORAD_CUDA_RETURN_IF_ERROR((CheckRunAtOnce<Isa, kM, kPanel>(
+        cluster, clusters * (blocks / cluster) * args.plan.row_groups)));
   }
   return LaunchEarlyInClusters(ProjectKernel<Isa, kM, kPanel, kAdapted>, cluster,
-                               dim3(clusters * cluster, args.plan.row_groups), Config::kThreads,
+                               dim3(clusters * blocks, args.plan.row_groups), Config::kThreads,
                                fit.dynamic_bytes, launch.stream, launch.w_map, launch.x_map,
                                launch.x_tile_map, args);
 }

@@ -14,6 +14,8 @@ inline constexpr int kLinearStageK = 64;   // one stage of a ring: 64 elements o
 inline constexpr int kLinearBoxRows = 32;  // of A and B, fetched at once
 inline constexpr int kLinearSlices = 8;    // of K in the shrink: the blocks of a team
 inline constexpr int kLinearMostRowGroups = 2;
+// Of MmaIsa: the most rows of W whose sums have two pieces.
+inline constexpr int kLinearMostSplitOut = 16384;
 
 struct LinearPlan {
   int panel_rows = 64;  // rows of W that a block computes at once: 32, 64, 96, 128 or 192
@@ -70,41 +72,74 @@ inline LinearPlan PlanLinear(const DoraLinearShape& shape, int processors) {
   return plan;
 }
 
+// Where a piece of a sum's stages begins, of MmaIsa: at an even one, as the ring may hold pairs.
+inline constexpr int FirstMmaChunk(int chunks, int split, int splits) {
+  return split == splits ? chunks : split * RoundUp(chunks / 2, 2);
+}
+// The same of a rank's: the last piece has all, as the others need not wait for h.
+inline constexpr int FirstMmaRankChunk(int chunks, int split, int splits) {
+  return split == splits ? chunks : 0;
+}
+
 // Whether kernels of MmaIsa are built for panels of that size, with `tiles` of 64 rows of the
 // batch. Wide panels fetch the batch less often; two stages of panel and batch have to fit. With
 // adapters the sums of a small batch and those of the shrink share the registers.
 inline constexpr bool IsMmaPanel(int tiles, int panel_rows, bool adapted) {
-  if (tiles == 1) return panel_rows == 32 || panel_rows == 64 || (panel_rows == 192 && !adapted);
+  if (tiles == 1) return panel_rows <= 96 || (panel_rows == 192 && !adapted);
   return tiles == 2 && panel_rows != 32;
 }
 
-// The same for MmaIsa: nothing but its a_chunks changes the order of a sum, so that panels and
-// groups may depend on the batch. A block has at most 128 rows of it.
-inline LinearPlan PlanMmaLinear(const DoraLinearShape& shape, int rows, bool adapted,
-                                int processors) {
-  const int out = OutFeatures(shape);
+struct MmaPlan {
   LinearPlan plan;
+  int cost;  // rows that a block fetches, of a stage
+};
+
+inline MmaPlan PlanMmaPieces(const DoraLinearShape& shape, int rows, bool adapted, int processors,
+                             int splits) {
+  // What the blocks of a panel's pieces take to meet.
+  constexpr int kMeetCost = 1500;
+  const int out = OutFeatures(shape);
+  MmaPlan best = {{}, INT32_MAX};
+  LinearPlan& plan = best.plan;
+  plan.splits = splits;
+  plan.log_splits = splits - 1;
   plan.chunks = CeilDiv(shape.in, kLinearStageK);
   plan.a_chunks = CeilDiv(plan.chunks, kLinearSlices);
-  int best = INT32_MAX;
+  const int stages = FirstMmaChunk(plan.chunks, 1, splits);  // of the first piece
   for (int groups = CeilDiv(rows, 128); groups <= (rows > 64 ? kLinearMostRowGroups : 1);
        ++groups) {
     const int group_rows = groups == 1 ? rows : RoundUp(CeilDiv(rows, groups), 16);
+    const int tiles = group_rows <= 64 ? 1 : 2;
     for (const int panel_rows : {192, 128, 96, 64, 32}) {
-      if (!IsMmaPanel(group_rows <= 64 ? 1 : 2, panel_rows, adapted)) continue;
+      if (!IsMmaPanel(tiles, panel_rows, adapted)) continue;
       const int panels = CeilDiv(out, panel_rows);
-      const int waves = CeilDiv(panels, std::max(processors / groups, 1));
-      const int cost = waves * (panel_rows + group_rows);
-      if (cost < best) {
-        best = cost;
-        plan.panel_rows = panel_rows;
-        plan.panels = panels;
-        plan.row_groups = groups;
-        plan.group_rows = group_rows;
-      }
+      const int waves = CeilDiv(panels, std::max(processors / groups / splits, 1));
+      const int cost = waves * (panel_rows + group_rows) * stages + (splits > 1 ? kMeetCost : 0);
+      if (cost >= best.cost) continue;
+      best.cost = cost;
+      plan.panel_rows = panel_rows;
+      plan.panels = panels;
+      plan.row_groups = groups;
+      plan.group_rows = group_rows;
     }
   }
-  return plan;
+  return best;
+}
+
+// The same for MmaIsa: nothing but its a_chunks and splits changes the order of a sum, so that
+// panels and groups may depend on the batch. A block has at most 128 rows of it.
+inline LinearPlan PlanMmaLinear(const DoraLinearShape& shape, int rows, bool adapted,
+                                int processors) {
+  constexpr int kMinChunks = 8;
+  // Two pieces where they make 128 rows faster: few rows of W would leave multiprocessors idle, or
+  // fetch x too often.
+  int splits = 1;
+  if (CeilDiv(shape.in, kLinearStageK) >= kMinChunks && OutFeatures(shape) <= kLinearMostSplitOut &&
+      PlanMmaPieces(shape, 128, false, processors, 2).cost <
+          PlanMmaPieces(shape, 128, false, processors, 1).cost) {
+    splits = 2;
+  }
+  return PlanMmaPieces(shape, rows, adapted, processors, splits).plan;
 }
 
 }  // namespace dorad::kernels

@@ -29,13 +29,20 @@ size_t HBytes(const DoraLinearShape& shape, int rows, int max_rank) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
+// What each set keeps of divided tiles.
+size_t GivenBytes(const DoraLinearShape& shape) {
+  return OutFeatures(shape) > kLinearMostSplitOut
+             ? kPrefillGivenBytes
+             : std::max(kPrefillGivenBytes, kPrefillMmaKeptBytes);
+}
+
 }  // namespace
 
 size_t DoraLinearPrefillWorkspaceBytes(const DoraLinearShape& shape, int rows, int max_rank) {
   if (!Valid(shape, rows, max_rank)) return 0;
-  if (max_rank == 0) return kDoraLinearSignalBytes + kPrefillGivenBytes;
+  if (max_rank == 0) return kDoraLinearSignalBytes + GivenBytes(shape);
   const int sliced_rows = std::min(rows, kPrefillMostSlicedRows);
-  return kDoraLinearSignalBytes + kPrefillGivenBytes +
+  return kDoraLinearSignalBytes + GivenBytes(shape) +
          std::max(HBytes(shape, rows, max_rank),
                   HBytes(shape, sliced_rows, max_rank) + kPrefillSharesBytes);
 }
@@ -64,14 +71,15 @@ cudaError_t DoraLinearPrefill(const DoraLinearPrefillParams& params, cudaStream_
   problem.ldh = RankRoom(params.max_rank);
   problem.counters = static_cast<PrefillCounters*>(params.workspace);
   auto* given = static_cast<uint8_t*>(params.workspace) + kDoraLinearSignalBytes;
-  uint8_t* h = given + kPrefillGivenBytes;
+  uint8_t* h = given + GivenBytes(shape);
   problem.h = reinterpret_cast<__nv_bfloat16*>(h);
   auto* shares = reinterpret_cast<float*>(h + HBytes(shape, params.rows, params.max_rank));
   const bool may_slice = params.max_rank > 0 && params.rows <= kPrefillMostSlicedRows;
   if (!may_slice) shares = nullptr;
   return is_sm90 ? LaunchPrefillSm90(problem, processors, shares, reinterpret_cast<float*>(given),
                                      stream)
-                 : LaunchPrefillMma(problem, processors, shares, stream);
+                 : LaunchPrefillMma(problem, processors, shares, reinterpret_cast<float4*>(given),
+                                    stream);
 }
 
 }  // namespace dorad::kernels

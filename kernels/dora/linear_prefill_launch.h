@@ -18,11 +18,15 @@ inline constexpr size_t kPrefillSharesBytes = size_t{24} * 1024 * 1024;
 inline constexpr int kPrefillMostDivided = 36;
 inline constexpr size_t kPrefillGivenBytes = size_t{9} * 1024 * 1024;
 
-// shares: kPrefillSharesBytes, or nullptr: no slices. given: kPrefillGivenBytes.
+// Of MmaIsa, where sums have two pieces: the room for those of the first one, of all blocks.
+inline constexpr size_t kPrefillMmaKeptBytes = size_t{24} * 1024 * 1024;
+
+// shares: kPrefillSharesBytes, or nullptr: no slices. given: kPrefillGivenBytes. kept:
+// kPrefillMmaKeptBytes, if the plan has splits.
 cudaError_t LaunchPrefillSm90(const PrefillProblem& problem, int processors, float* shares,
                               float* given, cudaStream_t stream);
 
 cudaError_t LaunchPrefillMma(const PrefillProblem& problem, int processors, float* shares,
-                             cudaStream_t stream);
+                             float4* kept, cudaStream_t stream);
 
 }  // namespace dorad::kernels

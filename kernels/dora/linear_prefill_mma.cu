@@ -22,6 +22,8 @@ static_assert(kPrefillSharesBytes ==
 static_assert(sizeof(PrefillCounters) + kPrefillMmaSlicedPanels * sizeof(uint32_t) <=
               kDoraLinearSignalBytes);
 
+static_assert(kPrefillMmaKeptBytes % (sizeof(float) * kPrefillTileRows * 256) == 0);
+
 // What the current device takes of a kernel.
 struct Room {
   int blocks;  // at once
@@ -59,16 +61,20 @@ cudaError_t Launch(PrefillMmaArgs args, cudaStream_t stream) {
   DORAD_CUDA_RETURN_IF_ERROR(RoomOf<kN>(&room));
   args.tile_panels = CeilDiv(OutFeatures(args.p.shape), kN);
   args.stages = room.stages;
-  return LaunchEarly(PrefillMmaKernel<kN>, room.blocks, kPrefillMmaThreads,
+  // With sums to keep, as many as there is room for.
+  const int most = kPrefillMmaKeptBytes / (sizeof(float) * kPrefillTileRows * kN);
+  const int blocks = args.plan.splits > 1 ? std::min(room.blocks, most) : room.blocks;
+  return LaunchEarly(PrefillMmaKernel<kN>, blocks, kPrefillMmaThreads,
                      kAlignBytes + room.stages * PrefillMmaBlock<kN>::kStageBytes, stream, args);
 }
 
 }  // namespace
 
 cudaError_t LaunchPrefillMma(const PrefillProblem& problem, int processors, float* shares,
-                             cudaStream_t stream) {
+                             float4* kept, cudaStream_t stream) {
   PrefillMmaArgs args = {problem};
   args.shares = shares;
+  args.kept = kept;
   args.summed = reinterpret_cast<uint32_t*>(problem.counters + 1);
   args.tile_bands = CeilDiv(problem.p.rows, kPrefillTileRows);
   args.group = std::min(args.tile_bands, kGroupRows / kPrefillTileRows);

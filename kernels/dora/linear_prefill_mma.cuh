@@ -223,23 +223,62 @@ class PrefillMmaBlock {
       const int column = w_row + FirstColumn<kColumns>();
       const bool is_there = row < args_.p.rows && column < args_.part_begin[args_.p.shape.parts];
       Sums<kColumns> d = {};
-      PrefillMmaPiece piece;
-      piece.stages = args_.plan.chunks;
-      bool active = is_there;
-      do {
+      PrefillMmaPiece piece = PieceOfW(args_, 0);
+#pragma unroll 1
+      for (;;) {
+        bool active = is_there;
         if (piece.segment >= 0) {
           const RowSegment& segment = args_.p.segments[piece.segment];
           active = is_there && piece.part == PartOf(args_, column) &&
                    __ldg(&segment.begin) < row + 64 && __ldg(&segment.end) > row;
         }
         Multiply<kColumns>(d, piece.stages, active, fetcher);
-      } while (NextPiece<kN>(args_, tile_row, w_row, piece));
+        const int split = piece.split;
+        if (!NextPiece<kN>(args_, tile_row, w_row, piece)) break;
+        if (piece.split != split) Keep<kColumns>(d);
+      }
       if (!is_there) continue;
+      if (args_.plan.splits > 1) AddKept<kColumns>(d);
       if (args_.p.y_fp32) {
         StoreTile<kColumns, float>(d, row, column);
       } else {
         StoreTile<kColumns, __nv_bfloat16>(d, row, column);
       }
+    }
+  }
+
+  // A thread's fours of the sums of a split, until the next one's are there: all of a split would
+  // take too many registers.
+  template <int kColumns>
+  static constexpr int kFours = 64 * kColumns / 32 / 4;
+  template <int kColumns>
+  __device__ float4* Kept() const {
+    // Else the compiler would hold the address all the time.
+    int first = static_cast<int>(blockIdx.x) * kFours<kColumns> * kPrefillMmaThreads;
+    asm volatile("" : "+r"(first));
+    return args_.kept + first + threadIdx.x;
+  }
+  template <int kColumns>
+  __device__ void Keep(float (&d)[4][kColumns / 8][4]) const {
+    float4* to = Kept<kColumns>();
+#pragma unroll
+    for (int i = 0; i < kFours<kColumns>; ++i) {
+      float(&sum)[4] = d[i / (kColumns / 8)][i % (kColumns / 8)];
+      __stcg(to + i * kPrefillMmaThreads, make_float4(sum[0], sum[1], sum[2], sum[3]));
+      sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+    }
+  }
+  template <int kColumns>
+  __device__ void AddKept(float (&d)[4][kColumns / 8][4]) const {
+    const float4* from = Kept<kColumns>();
+#pragma unroll
+    for (int i = 0; i < kFours<kColumns>; ++i) {
+      const float4 kept = __ldcg(from + i * kPrefillMmaThreads);
+      float(&sum)[4] = d[i / (kColumns / 8)][i % (kColumns / 8)];
+      sum[0] += kept.x;
+      sum[1] += kept.y;
+      sum[2] += kept.z;
+      sum[3] += kept.w;
     }
   }
 

@@ -29,6 +29,7 @@ struct PrefillMmaArgs : PrefillProblem {
   int32_t stages;    // of the ring
   float* shares;     // kPrefillMmaShareBytes for each panel and slice; nullptr: no slices
   uint32_t* summed;  // for each panel: slices whose sums are there; zero between launches
+  float4* kept;      // kPrefillMmaThreads fours of a block's sums, as threads have them
 };
 
 // A position in the ring of stages: of the next products, or of the next fetch.
@@ -162,18 +163,29 @@ class PrefillMmaShrink {
   int next_;
 };
 
-// What a tile's sums go over: W, then the ranks of each of its segments and parts.
+// What a tile's sums go over: W, in the plan's splits; after the last one the ranks of each of its
+// segments and parts.
 struct PrefillMmaPiece {
   int segment = -1;  // W
   int part = 0;
+  int split = 0;
+  int first;  // stage
   int stages;
 };
 
-// The piece after `piece` of the tile with these first rows of the batch and of W, if there is one.
+// W of a split.
+__device__ inline PrefillMmaPiece PieceOfW(const PrefillProblem& args, int split) {
+  PrefillMmaPiece piece;
+  piece.split = split;
+  piece.first = FirstMmaChunk(args.plan.chunks, split, args.plan.splits);
+  piece.stages = FirstMmaChunk(args.plan.chunks, split + 1, args.plan.splits) - piece.first;
+  return piece;
+}
+
+// The rank after `piece`, of the tile with these first rows of the batch and of W, if there is one.
 template <int kN>
-__device__ inline bool NextPiece(const PrefillProblem& args, int row, int w_row,
-                                 PrefillMmaPiece& piece) {
-  if (args.p.max_rank == 0) return false;
+__device__ inline bool NextRank(const PrefillProblem& args, int row, int w_row,
+                                PrefillMmaPiece& piece) {
   const int first_part = PartOf(args, w_row);
   int segment = piece.segment;
   int part = piece.part + 1;
@@ -193,9 +205,20 @@ __device__ inline bool NextPiece(const PrefillProblem& args, int row, int w_row,
     }
     const int rank = RankOf(args, segment, part);
     if (rank == 0) continue;
-    piece = {segment, part, CeilDiv(rank, kLinearStageK)};
+    piece = {segment, part, piece.split, 0, CeilDiv(rank, kLinearStageK)};
     return true;
   }
+}
+
+// What comes after `piece`, W or a rank.
+template <int kN>
+__device__ inline bool NextPiece(const PrefillProblem& args, int row, int w_row,
+                                 PrefillMmaPiece& piece) {
+  if (piece.split + 1 == args.plan.splits) {
+    return args.p.max_rank > 0 && NextRank<kN>(args, row, w_row, piece);
+  }
+  piece = PieceOfW(args, piece.split + 1);
+  return true;
 }
 
 // Rows of [0, count), of which stages have some from `first` on; others are zero.
@@ -377,26 +400,42 @@ class PrefillMmaTileFetcher : public PrefillMmaFetcher {
     fetch_.stages = 0;
     if (fetch_.next >= args_.tile_bands * args_.tile_panels) return;
     const PrefillTile tile = TileAt(args_, fetch_.next);
-    const int row = fetch_.row = tile.band * kPrefillTileRows;
-    const int w_row = fetch_.w_row = tile.panel * kN;
-    fetch_.piece.segment = -1;
+    fetch_.row = tile.band * kPrefillTileRows;
+    fetch_.w_row = tile.panel * kN;
+    fetch_.piece = PieceOfW(args_, 0);
+    BeginW();
+  }
+
+  __device__ void BeginW() {
+    const int row = fetch_.row;
+    const int w_row = fetch_.w_row;
     const int in = args_.p.shape.in;
-    fetch_.batch = {args_.p.x + static_cast<int64_t>(row) * in, in, row, args_.p.rows};
-    fetch_.weights = {args_.p.w + static_cast<int64_t>(w_row) * in, in, w_row,
+    const int k = fetch_.piece.first * kLinearStageK;
+    fetch_.batch = {args_.p.x + static_cast<int64_t>(row) * in + k, in, row, args_.p.rows};
+    fetch_.weights = {args_.p.w + static_cast<int64_t>(w_row) * in + k, in, w_row,
                       args_.part_begin[args_.p.shape.parts]};
-    fetch_.columns = in;
-    fetch_.stages = args_.plan.chunks;
+    fetch_.columns = in - k;
+    fetch_.stages = fetch_.piece.stages;
   }
 
   __device__ void BeginPiece() {
-    const int row = fetch_.row;
     PrefillMmaPiece piece = fetch_.piece;
-    if (!NextPiece<kN>(args_, row, fetch_.w_row, piece)) {
+    if (!NextPiece<kN>(args_, fetch_.row, fetch_.w_row, piece)) {
       fetch_.next += static_cast<int>(gridDim.x);
       BeginTile();
       return;
     }
     fetch_.piece = piece;
+    if (piece.segment < 0) {
+      BeginW();
+    } else {
+      BeginRank();
+    }
+  }
+
+  __device__ void BeginRank() {
+    const PrefillMmaPiece& piece = fetch_.piece;
+    const int row = fetch_.row;
     if (!fetch_.h_ready) SpinUntil(&args_.counters->shrunk, gridDim.x);
     fetch_.h_ready = true;
     const RowSegment& segment = args_.p.segments[piece.segment];
@@ -404,11 +443,12 @@ class PrefillMmaTileFetcher : public PrefillMmaFetcher {
     const DoraFactors* f = FactorsOf(args_, __ldg(&segment.slot), piece.part);
     const int64_t line = int64_t{1} * args_.p.shape.parts * args_.ldh;
     const int w_row = fetch_.w_row - args_.part_begin[piece.part];
-    fetch_.batch = {args_.h + row * line + piece.part * args_.ldh, static_cast<int32_t>(line),
+    const int k = piece.first * kLinearStageK;
+    fetch_.batch = {args_.h + row * line + piece.part * args_.ldh + k, static_cast<int32_t>(line),
                     row - begin, __ldg(&segment.end) - begin};
-    fetch_.weights = {f->b + static_cast<int64_t>(w_row) * f->ldb, f->ldb, w_row,
+    fetch_.weights = {f->b + static_cast<int64_t>(w_row) * f->ldb + k, f->ldb, w_row,
                       args_.p.shape.out[piece.part]};
-    fetch_.columns = RoundUp(f->rank, 8);
+    fetch_.columns = RoundUp(f->rank, 8) - k;
     fetch_.stages = piece.stages;
   }
 };

@@ -265,9 +265,21 @@ __device__ inline int EndOf(const LinearTables& tables, const LinearRank& at) {
   return tables.end[min(at.segment + at.together(), tables.segments) - 1];
 }
 
+// The first stage of W of a piece of K, and of `chunks` of a rank.
+template <typename Isa>
+__device__ inline int PieceFirst(const LinearPlan& plan, int split) {
+  if constexpr (Isa::kHasClusters) return plan.chunks * split >> plan.log_splits;
+  return FirstMmaChunk(plan.chunks, split, plan.splits);
+}
+template <typename Isa>
+__device__ inline int PieceFirstOfRank(const LinearPlan& plan, int chunks, int split) {
+  if constexpr (Isa::kHasClusters) return chunks * split >> plan.log_splits;
+  return FirstMmaRankChunk(chunks, split, plan.splits);
+}
+
 // The stages of B of rows [row, row_end) of W: f(rank, first chunk, end). A sum's order does not
 // depend on who shares its stage: others add zeros, and a rank begins at a step of the products.
-template <typename F>
+template <typename Isa, typename F>
 __device__ inline void ForEachRankRange(const LinearArgs& args, const LinearTables& tables, int row,
                                         int row_end, int split, F f) {
 #pragma unroll 1
@@ -281,14 +293,11 @@ __device__ inline void ForEachRankRange(const LinearArgs& args, const LinearTabl
 #pragma unroll 1
       for (int i = 1; i < at.together(); ++i) rank = max(rank, tables.rank[part][segment + i]);
       const int chunks = (rank + kLinearStageK - 1) / kLinearStageK;
-      f(at, chunks * split >> args.plan.log_splits, chunks * (split + 1) >> args.plan.log_splits);
+      f(at, PieceFirstOfRank<Isa>(args.plan, chunks, split),
+        PieceFirstOfRank<Isa>(args.plan, chunks, split + 1));
       segment += at.together();
     }
   }
-}
-
-__device__ inline int FirstChunk(const LinearPlan& plan, int split) {
-  return plan.chunks * split >> plan.log_splits;
 }
 
 }  // namespace dorad::kernels

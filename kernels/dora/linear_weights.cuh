@@ -18,6 +18,8 @@ class ProjectWeights : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
   using Config = typename Block::Config;
   using Block::args_;
   using Block::Cluster;
+  using Block::EndChunk;
+  using Block::FirstChunk;
   using Block::ForEachPanel;
   using Block::ForEachRank;
   using Block::ForEachShareStage;
@@ -40,10 +42,9 @@ class ProjectWeights : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
   __device__ void Start(const typename Isa::Matrix* w_map) {
     if (!HasPanel()) return;
     const int most = kAdapted ? LeadStages() : args_.flight;
-    const int first = FirstChunk(args_.plan, split_);
     const int row = (Cluster() * args_.siblings + sibling_) * kPanel;
     const auto rows = RowsOf<kPanel>(w_map, row);
-    ForEachStage(first, FirstChunk(args_.plan, split_ + 1), [&](int chunk, int count) {
+    ForEachStage(FirstChunk(), EndChunk(), [&](int chunk, int count) {
       if (started_ == most) return;
       FetchWeights(rows, chunk, count);
       ++started_;
@@ -66,8 +67,8 @@ class ProjectWeights : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
       }
       if (!HasPanel() || lane_ >= Isa::kFetchThreads) return;
       const auto rows = RowsOf<kPanel>(w_map, row);
-      ForEachStage(FirstChunk(args_.plan, split_) + started_ * Config::kStageChunks,
-                   FirstChunk(args_.plan, split_ + 1), [&](int chunk, int count) {
+      ForEachStage(FirstChunk() + started_ * Config::kStageChunks, EndChunk(),
+                   [&](int chunk, int count) {
                      wait_for_room();
                      FetchWeights(rows, chunk, count);
                    });

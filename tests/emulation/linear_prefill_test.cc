@@ -19,7 +19,7 @@ using Bf16 = __nv_bfloat16;
 struct Case {
   const char* name;
   DoraLinearShape shape;
-  int splits;  // Hopper's
+  int splits;
   int clusters;
   bool has_bias;
   std::vector<std::vector<int>> ranks;  // [slot][part]
@@ -111,8 +111,6 @@ class Layer : public RandomLayer {
     std::vector<Bf16> rounded(y.size());
     std::vector<Bf16> h(size_t{1} * rows_ * case_.shape.parts * args_.ldh, __float2bfloat16(NAN));
     PrefillMmaArgs args = {args_};
-    args.plan.splits = 1;
-    args.plan.log_splits = 0;
     args.tile_bands = CeilDiv(rows_, kPrefillTileRows);
     args.tile_panels = CeilDiv(out_, kN);
     args.group = std::min(args.tile_bands, 2);
@@ -123,6 +121,8 @@ class Layer : public RandomLayer {
     std::vector<uint32_t> summed(kPrefillMmaSlicedPanels);
     args.shares = sliced ? shares.data() : nullptr;
     args.summed = summed.data();
+    std::vector<float> kept(size_t{1} * blocks * kPrefillTileRows * kN, NAN);
+    args.kept = reinterpret_cast<float4*>(kept.data());
     args.p.y_fp32 = y_fp32;
     args.p.y = y_fp32 ? static_cast<void*>(y.data()) : static_cast<void*>(rounded.data());
     int delay = static_cast<int>(random_() % 200);  // until x is there
@@ -170,9 +170,14 @@ class Layer : public RandomLayer {
     args.p.num_segments = &num_segments;
     args.p.y = y.data();
     args.p.y_fp32 = true;
-    args.plan = PlanMmaLinear(case_.shape, rows, true, kLinearSlices);
+    args.plan = args_.plan;
+    args.plan.group_rows = rows;
     args.plan.panel_rows = kPanel;
     args.plan.panels = CeilDiv(out_, kPanel);
+    std::vector<float> given(size_t{64} * args.plan.panels * kPanel, NAN);
+    std::vector<uint32_t> is_given(args.plan.panels);
+    args.given = reinterpret_cast<float4*>(given.data());
+    args.is_given = is_given.data();
     std::copy_n(args_.part_begin, kDoraLinearMaxParts + 1, args.part_begin);
     args.x_rows = RoundUp(rows, 16);
     args.siblings = 1;
@@ -204,7 +209,6 @@ class Layer : public RandomLayer {
   std::vector<float> Expected(int row, int slot, KernelIsa isa) const {
     const DoraLinearShape& shape = case_.shape;
     LinearPlan plan = args_.plan;
-    if (isa == KernelIsa::kMma) plan.splits = 1, plan.log_splits = 0;
     const Bf16* x = &x_[size_t{1} * row * shape.in];
     std::vector<float> y;
     for (int part = 0; part < shape.parts; ++part) {
@@ -225,12 +229,19 @@ class Layer : public RandomLayer {
         const int row_of_w = args_.part_begin[part] + n;
         float sum = 0.0f;
         for (int split = 0; split < plan.splits; ++split) {
-          const auto share = [&](int all, int i) { return all * i >> plan.log_splits; };
+          const auto of_w = [&](int i) {
+            return isa == KernelIsa::kMma ? FirstMmaChunk(plan.chunks, i, plan.splits)
+                                          : plan.chunks * i >> plan.log_splits;
+          };
+          const auto of_rank = [&](int i) {
+            return isa == KernelIsa::kMma ? FirstMmaRankChunk(chunks, i, plan.splits)
+                                          : chunks * i >> plan.log_splits;
+          };
           float piece = 0.0f;
-          AddProducts(&piece, x, &w_[size_t{1} * row_of_w * shape.in], shape.in,
-                      share(plan.chunks, split), share(plan.chunks, split + 1));
-          AddProducts(&piece, h.data(), f.b + size_t{1} * n * f.ldb, f.ldb, share(chunks, split),
-                      share(chunks, split + 1));
+          AddProducts(&piece, x, &w_[size_t{1} * row_of_w * shape.in], shape.in, of_w(split),
+                      of_w(split + 1));
+          AddProducts(&piece, h.data(), f.b + size_t{1} * n * f.ldb, f.ldb, of_rank(split),
+                      of_rank(split + 1));
           sum += piece;
         }
         y.push_back(std::fma(f.rank > 0 && f.g != nullptr ? f.g[n] : 1.0f, sum, bias_[row_of_w]));
@@ -303,7 +314,7 @@ TEST_P(EmulatedLinearPrefillTest, SumsAreThoseOfThePlan) {
       /*shares_rows=*/true, kMany);
 }
 
-TEST_P(EmulatedLinearPrefillTest, SumsOfEveryGpuAreThoseOfThePlanWithoutPieces) {
+TEST_P(EmulatedLinearPrefillTest, SumsOfEveryGpuAreThoseOfThePlan) {
   Layer layer(GetParam(), &emulator_.random());
   std::vector<float> y;
   ASSERT_NO_THROW(

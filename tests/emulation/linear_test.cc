@@ -55,6 +55,7 @@ class Layer : public RandomLayer {
     } else {
       RunMma(args);
     }
+    EXPECT_EQ(is_given_, std::vector<uint32_t>(is_given_.size()));
     for (const LinearSignals& signals : signals_) {
       EXPECT_EQ(signals.shares | signals.h | signals.left, 0u);
     }
@@ -135,8 +136,12 @@ class Layer : public RandomLayer {
   // As DoraLinear does it.
   void RunMma(LinearArgs args) {
     args.siblings = 1;
-    args.plan = PlanMmaLinear(case_.shape, args.p.rows, args.p.max_rank > 0,
-                              2 * (case_.cut.teams * kLinearSlices + 2));
+    args.plan = PlanMmaPieces(case_.shape, args.p.rows, args.p.max_rank > 0,
+                              2 * (case_.cut.teams * kLinearSlices + 2), case_.cut.splits)
+                    .plan;
+    std::vector<float> given(size_t{4} * 64 * (out_ + 192), NAN);
+    args.given = reinterpret_cast<float4*>(given.data());
+    args.is_given = is_given_.data();
     const int rows = args.plan.group_rows;
     args.x_rows = RoundUp(rows, rows > 64 ? 64 : 16);
     if (rows > 64) return RunWidths<MmaIsa<1, 4, 2>, 2>(args);
@@ -195,15 +200,16 @@ class Layer : public RandomLayer {
     const int bytes = args.stages * (Config::kWeightBytes +
                                      Config::kStageChunks * args.x_rows * 2 * kLinearStageK) +
                       after;
-    const int cluster = args.siblings * args.plan.splits;
+    const int blocks = args.siblings * args.plan.splits;
+    const int cluster = Isa::kHasClusters ? blocks : 1;
     int clusters = CeilDiv(args.plan.panels, args.siblings);
-    if (args.plan.splits == 1) clusters = std::min(clusters, 2);  // several panels a block
+    if (!Isa::kHasClusters || args.plan.splits == 1) clusters = std::min(clusters, 2);  // several
     // Some blocks have no panel, and some no part of the shrink.
-    if (kAdapted) clusters = std::max(clusters, (case_.cut.teams * kLinearSlices + 2) / cluster);
+    if (kAdapted) clusters = std::max(clusters, (case_.cut.teams * kLinearSlices + 2) / blocks);
     const int groups = args.plan.row_groups;
     int delay = static_cast<int>(random_() % 200);  // until x is there
     Grid grid(
-        clusters * cluster * groups, Config::kThreads, cluster, kDynamic + bytes,
+        clusters * blocks * groups, Config::kThreads, cluster, kDynamic + bytes,
         [&delay] { return --delay < 0; },
         [&] {
           auto& shared = *reinterpret_cast<Shared*>(emulation::ThisBlock().shared);
@@ -219,6 +225,7 @@ class Layer : public RandomLayer {
   std::vector<RowSegment> segments_;
   int32_t num_segments_ = 0;
   LinearSignals signals_[kLinearMostRowGroups] = {};
+  std::vector<uint32_t> is_given_ = std::vector<uint32_t>(kLinearGivenSignals);
 };
 
 // The base, then slots 0, 2 and 1.
