@@ -7,10 +7,6 @@ namespace dorad::engine {
 namespace {
 
 constexpr int64_t kLeastLength = 4;
-// A guess costs the sample its place in the step that would begin ahead: one right token on average
-// pays for that.
-constexpr double kLeastGain = 1;
-constexpr int64_t kLongestRest = 128;
 // Guesses that were all right are no proof of the next one.
 constexpr double kDoubt = 0.05;
 
@@ -21,19 +17,20 @@ constexpr int64_t kLookAhead = 512;
 
 }  // namespace
 
-int64_t DraftPace::Next(int64_t tokens, double row_share) {
-  if (rest_ > 0) {
-    rest_ = std::max<int64_t>(0, rest_ - tokens);
-    // After a rest a short guess shows whether guesses are right now.
-    return rest_ > 0 ? 0 : kLeastLength;
-  }
+DraftPace::DraftPace(int64_t most, bool trusts) : most_(most) {
+  if (trusts) return;
+  right_ = 0;
+  wrong_ = 1;
+}
+
+int64_t DraftPace::Next(const DraftPrice& price) const {
   // The k-th token is right with probability p to the k. Right, it saves its sequence's part of a
   // step; it costs a row in any case.
   const double p = right_ / (right_ + wrong_);
-  const double worth = std::log(row_share) / std::log(p);
-  const auto length = static_cast<int64_t>(std::min(worth, static_cast<double>(longest_)));
-  if (length == 0) Rest();
-  return length;
+  const double length = std::min(std::log(price.row) / std::log(p), static_cast<double>(most_));
+  const double saved = p * (1 - std::pow(p, length)) / (1 - p);
+  if (saved - price.row * length < price.place) return 0;
+  return static_cast<int64_t>(std::min(length, static_cast<double>(longest_)));
 }
 
 void DraftPace::Verified(int64_t right, bool all_right) {
@@ -41,16 +38,23 @@ void DraftPace::Verified(int64_t right, bool all_right) {
   longest_ = std::min(kLeastLength + 2 * right, most_);
   right_ = kKept * right_ + static_cast<double>(right);
   wrong_ = kKept * wrong_ + (all_right ? kDoubt : 1);
-  gain_ += (static_cast<double>(right) - gain_) / 4;
-  if (gain_ < kLeastGain) {
-    Rest();
-  } else {
-    rest_ = last_rest_ = 0;
-  }
 }
 
-void DraftPace::Rest() {
-  rest_ = last_rest_ = std::min(kLeastLength + 2 * last_rest_, kLongestRest);
+int64_t DraftPace::NextToCompare() const { return compared_.empty() ? kLeastLength : 0; }
+
+void DraftPace::Compare(absl::Span<const TokenId> guess) {
+  compared_.assign(guess.begin(), guess.end());
+  equal_ = 0;
+}
+
+void DraftPace::Came(absl::Span<const TokenId> tokens) {
+  for (size_t i = 0; i < tokens.size() && !compared_.empty(); ++i) {
+    const bool is_equal = compared_[equal_] == tokens[i];
+    equal_ += is_equal ? 1 : 0;
+    if (is_equal && equal_ < compared_.size()) continue;
+    Verified(static_cast<int64_t>(equal_), is_equal);
+    compared_.clear();
+  }
 }
 
 absl::Span<const TokenId> ExpectedAnswer::Next(absl::Span<const TokenId> generated, int64_t most) {

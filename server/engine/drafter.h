@@ -11,28 +11,38 @@
 
 namespace dorad::engine {
 
-// How many tokens the next guess has: as many as are likely enough to pay for their rows, and none
-// for a while when guesses are wrong.
+// What a guess costs, in the time that its sequence takes of a step.
+struct DraftPrice {
+  double row = 0;    // StepCost's share, with a row for each running sequence
+  double place = 0;  // the sequence has none in the step that begins ahead
+};
+
+// How many tokens the next guess of a source has: as many as are likely enough to pay for their
+// rows. While guesses do not pay, they are compared with what comes, which costs no row.
 class DraftPace {
  public:
-  explicit DraftPace(int64_t most) : most_(most) {}
+  // most: tokens of a guess. trusts: guesses are taken for right until they are wrong; otherwise
+  // the first one is only compared.
+  DraftPace(int64_t most, bool trusts);
 
-  // Tokens to guess now, after `tokens` new ones. row_share: StepCost's, with a row for each
-  // running sequence.
-  int64_t Next(int64_t tokens, double row_share);
+  // Tokens to guess now; 0: guesses do not pay.
+  int64_t Next(const DraftPrice& price) const;
   // `right` of the guessed tokens were taken; all_right: they were all.
   void Verified(int64_t right, bool all_right);
 
- private:
-  void Rest();
+  // Where Next is 0: tokens of a guess to compare; 0: one is being compared.
+  int64_t NextToCompare() const;
+  void Compare(absl::Span<const TokenId> guess);
+  // The sample's new tokens.
+  void Came(absl::Span<const TokenId> tokens);
 
+ private:
   const int64_t most_;
   int64_t longest_ = 16;
   // Of the last guesses, which weigh more than earlier ones.
   double right_ = 8, wrong_ = 0.5;
-  double gain_ = 4;        // right tokens of a guess
-  int64_t rest_ = 0;       // tokens to come before the next guess
-  int64_t last_rest_ = 0;  // 0: guesses pay
+  std::vector<TokenId> compared_;
+  size_t equal_ = 0;  // tokens of that, so far
 };
 
 // The tokens of an answer that the caller expects. It is followed while the sample's tokens are

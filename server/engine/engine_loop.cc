@@ -219,8 +219,9 @@ void EngineLoop::FinishStep() {
   } else {
     int64_t rows = 0;
     for (const Chunk& chunk : step.chunks) rows += chunk.count;
-    cost_.Observe(rows, step.time);
-    const Request::StepEnd end = {rules_, step.now, cost_.RowShare(scheduler_.running()), metrics_};
+    cost_.Observe(rows, static_cast<int64_t>(step.chunks.size()), step.time);
+    const Request::StepEnd end = {rules_, step.now, metrics_,
+                                  cost_.PriceOfDraft(scheduler_.running())};
     for (size_t i = 0; i < step.chunks.size(); ++i) {
       Chunk& chunk = step.chunks[i];
       chunk.sequence->request->CutDraft(&chunk, &(*step.outputs)[i], end);

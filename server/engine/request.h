@@ -84,8 +84,8 @@ struct Request {
   struct StepEnd {
     const StopRules& rules;
     Instant now;
-    double row_share = 0;  // StepCost's, for the sequences that run now
     Metrics* metrics = nullptr;
+    DraftPrice price;
   };
   // Cuts a chunk with a draft, and its output, after the first token that differs from the draft or
   // ends the sample.
@@ -135,8 +135,8 @@ struct Request {
     std::vector<TokenId> banned;  // until min_tokens
     TokenUses uses;               // with penalties
     ExpectedAnswer answer{{}};
-    DraftPace answer_pace{kLongestDraft};
-    DraftPace ngram_pace{kLongestNgramDraft};
+    DraftPace answer_pace{kLongestDraft, /*trusts=*/true};
+    DraftPace ngram_pace{kLongestNgramDraft, /*trusts=*/false};
     bool is_ngram = false;  // the sequence's draft is of ngrams_
     Usage::Drafts drafts;
     Instant last_token;

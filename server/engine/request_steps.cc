@@ -204,15 +204,28 @@ void Request::Draft(const Chunk& chunk, int64_t tokens, const StepEnd& step) {
   const LogitParams& logits = generate->logits;
   const bool is_plain = !logits.any() && logits.bad_words.empty();
   const int64_t most = is_plain ? kLongestDraft : kLongestDraftWithLogitParams;
-  const int64_t of_answer = std::min(most, sample.answer_pace.Next(tokens, step.row_share));
-  const absl::Span<const TokenId> answer = sample.answer.Next(generated, of_answer);
-  sequence.draft.assign(answer.begin(), answer.end());
+  // The source's guess, as a draft if it pays.
+  const auto guess = [&](DraftPace& pace, auto next) {
+    pace.Came(generated.last(tokens));
+    const int64_t length = std::min(most, pace.Next(step.price));
+    const auto guessed = next(length > 0 ? length : pace.NextToCompare());
+    if (length > 0) {
+      sequence.draft.assign(guessed.begin(), guessed.end());
+    } else if (!guessed.empty()) {
+      pace.Compare(guessed);
+    }
+  };
+  sequence.draft.clear();
+  if (!sample.answer.empty()) {
+    guess(sample.answer_pace, [&](int64_t n) { return sample.answer.Next(generated, n); });
+  }
   sample.is_ngram = false;
   if (!ngrams_) return;
   ngrams_->Add(static_cast<size_t>(sequence.index));
-  const int64_t of_ngrams = sample.ngram_pace.Next(tokens, step.row_share);
-  if (!sequence.draft.empty() || of_ngrams == 0) return;
-  sequence.draft = ngrams_->Next(static_cast<size_t>(sequence.index), of_ngrams);
+  if (!sequence.draft.empty()) return;
+  guess(sample.ngram_pace, [&](int64_t n) {
+    return n > 0 ? ngrams_->Next(static_cast<size_t>(sequence.index), n) : std::vector<TokenId>();
+  });
   sample.is_ngram = !sequence.draft.empty();
 }
 

@@ -4,8 +4,10 @@
 
 namespace dorad::engine {
 
-void StepCost::Observe(int64_t rows, absl::Duration time) {
+void StepCost::Observe(int64_t rows, int64_t sequences, absl::Duration time) {
   constexpr double kKept = 0.98;
+  constexpr int64_t kMostRows = 8;  // of a sequence with a draft, in the mean
+  if (rows > kMostRows * sequences) return;
   const auto x = static_cast<double>(rows);
   const double y = absl::ToDoubleSeconds(time);
   weight_ = kKept * weight_ + 1;
@@ -16,7 +18,7 @@ void StepCost::Observe(int64_t rows, absl::Duration time) {
   const double mean = rows_ / weight_;
   const double variance = rows_rows_ / weight_ - mean * mean;
   // Steps of nearly as many rows tell nothing.
-  if (weight_ < 8 || variance < 0.25 * mean * mean) return;
+  if (weight_ < 8 || variance < 0.1 * mean * mean) return;
   const double row = (rows_time_ / weight_ - mean * time_ / weight_) / variance;
   const double fixed = time_ / weight_ - row * mean;
   free_rows_ = row > 0 ? std::clamp(fixed / row, 1.0, 4096.0) : 4096.0;
@@ -25,6 +27,13 @@ void StepCost::Observe(int64_t rows, absl::Duration time) {
 double StepCost::RowShare(int64_t rows) const {
   const auto count = static_cast<double>(std::max<int64_t>(rows, 1));
   return count / (free_rows_ + count);
+}
+
+DraftPrice StepCost::PriceOfDraft(int64_t sequences) const {
+  // Alone, a sequence only makes the next step wait for this one's end.
+  constexpr double kLeastPlace = 0.1;
+  const auto count = static_cast<double>(std::max<int64_t>(sequences, 1));
+  return {RowShare(sequences), std::max(1 - 1 / count, kLeastPlace)};
 }
 
 }  // namespace dorad::engine

@@ -42,40 +42,67 @@ TEST(ExpectedAnswerTest, IsFoundAtTheNearestPlace) {
 }
 
 TEST(DraftPaceTest, GrowsWhileGuessesAreRight) {
-  DraftPace pace(100);
-  int64_t length = pace.Next(1, 0.1);
+  DraftPace pace(100, /*trusts=*/true);
+  const DraftPrice price = {0.1, 1};
+  int64_t length = pace.Next(price);
   for (int i = 0; i < 6; ++i) {
     pace.Verified(length, true);
-    const int64_t next = pace.Next(length + 1, 0.1);
+    const int64_t next = pace.Next(price);
     EXPECT_GE(next, std::min<int64_t>(100, 2 * length));
     length = next;
   }
   EXPECT_EQ(length, 100);
   pace.Verified(3, false);
-  EXPECT_LE(pace.Next(4, 0.1), 10);
+  EXPECT_LE(pace.Next(price), 10);
 }
 
-TEST(DraftPaceTest, RestsLongerAndLongerWhileGuessesAreWrong) {
-  DraftPace pace(100);
-  int64_t verified = 0;
-  for (int token = 0; token < 2000; ++token) {
-    const int64_t length = pace.Next(1, 0.1);
-    if (length == 0) continue;
-    verified += length;
-    pace.Verified(0, false);
+TEST(DraftPaceTest, GuessesThatAreWrongAreComparedOnly) {
+  DraftPace pace(100, /*trusts=*/true);
+  const DraftPrice price = {0.1, 1};
+  int wrong = 0;
+  for (; pace.Next(price) > 0; ++wrong) pace.Verified(0, false);
+  EXPECT_LT(wrong, 5);
+  for (TokenId token = 0; token < 100; ++token) {
+    ASSERT_EQ(pace.Next(price), 0) << token;
+    ASSERT_EQ(pace.NextToCompare(), 4);
+    pace.Compare({token, token, token, token});
+    pace.Came({token + 1});
   }
-  EXPECT_GT(verified, 0);
-  EXPECT_LT(verified, 2000 / 8) << "rows that a sample wastes";
-  for (int i = 0; i < 2; ++i) pace.Verified(8, true);
-  EXPECT_GT(pace.Next(1, 0.1), 0) << "good guesses end the rests";
+}
+
+TEST(DraftPaceTest, AFirstGuessIsComparedUnlessItsSourceIsTrusted) {
+  const DraftPrice price = {0.2, 1};
+  EXPECT_GT(DraftPace(100, true).Next(price), 0);
+  DraftPace pace(100, false);
+  EXPECT_EQ(pace.Next(price), 0);
+  pace.Compare({1, 2, 3, 4});
+  EXPECT_EQ(pace.NextToCompare(), 0);
+  pace.Came({1, 2});
+  EXPECT_EQ(pace.Next(price), 0);
+  pace.Came({3, 4, 5});
+  EXPECT_GT(pace.Next(price), 4) << "all were right";
+}
+
+TEST(DraftPaceTest, GuessesAreMadeAgainSoonAfterTheyAreRight) {
+  DraftPace pace(100, /*trusts=*/false);
+  const DraftPrice price = {0.2, 1};
+  for (int i = 0; i < 100; ++i) pace.Verified(0, false);
+  int tokens = 0;
+  for (; pace.Next(price) == 0; ++tokens) {
+    if (pace.NextToCompare() > 0) pace.Compare({7, 7, 7, 7});
+    pace.Came({7});
+  }
+  EXPECT_LE(tokens, 12);
 }
 
 TEST(DraftPaceTest, AGuessIsAsLongAsItsLastTokenPaysForItsRow) {
-  const std::pair<double, int64_t> cases[] = {{0.1, 3}, {1.0 / 3, 1}, {0.9, 0}};
-  for (const auto& [row_share, length] : cases) {
-    DraftPace pace(100);
-    for (int i = 0; i < 30; ++i) pace.Verified(1, false);  // half of the tokens are right
-    EXPECT_EQ(pace.Next(1, row_share), length) << row_share;
+  // Of guessed tokens, three quarters are right: 0.75 + 0.5625 + ... by a guess.
+  const std::pair<DraftPrice, int64_t> cases[] = {
+      {{0.1, 1}, 8}, {{0.1, 1.8}, 8}, {{0.1, 2}, 0}, {{1.0 / 3, 0.5}, 3}, {{0.8, 0.1}, 0}};
+  for (const auto& [price, length] : cases) {
+    DraftPace pace(100, /*trusts=*/true);
+    for (int i = 0; i < 60; ++i) pace.Verified(3, false);
+    EXPECT_EQ(pace.Next(price), length) << price.row << " " << price.place;
   }
 }
 
@@ -83,12 +110,13 @@ TEST(StepCostTest, LearnsWhatARowAdds) {
   StepCost cost;
   for (int i = 0; i < 200; ++i) {
     const int64_t rows = i % 4 == 0 ? 512 : 8;
-    cost.Observe(rows, absl::Microseconds(4000 + 30 * rows));
+    cost.Observe(rows, 64, absl::Microseconds(4000 + 30 * rows));
+    cost.Observe(4096, 64, absl::Microseconds(20000));  // with prompts
   }
   EXPECT_NEAR(cost.RowShare(8), 240.0 / 4240, 1e-3);
   EXPECT_NEAR(cost.RowShare(256), 7680.0 / 11680, 1e-3);
   // Steps of equal size change nothing.
-  for (int i = 0; i < 1000; ++i) cost.Observe(8, absl::Milliseconds(9));
+  for (int i = 0; i < 1000; ++i) cost.Observe(8, 8, absl::Milliseconds(9));
   EXPECT_LT(cost.RowShare(8), 0.2);
 }
 
