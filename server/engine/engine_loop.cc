@@ -169,14 +169,15 @@ void EngineLoop::BeginSteps() {
   }
   EndWithoutWeights();
   const bool encodes = images_.waiting() != nullptr;
-  if (encodes) EncodeImage();
+  if (encodes) EncodeImages();
   stalled_ = pipeline_.empty() && weights_.any_away() && !encodes;
 }
 
-// Beside the steps in flight: they delay one another, but none waits for more than one piece.
-void EngineLoop::EncodeImage() {
+// Beside the steps in flight: they delay one another, but none waits for more than one piece. With
+// none in flight, all images that wait for one another may go at once.
+void EngineLoop::EncodeImages() {
   Request* const request = images_.waiting()->request;
-  const absl::Status status = images_.Encode();
+  const absl::Status status = images_.Encode(/*alone=*/pipeline_.empty());
   if (!status.ok()) BeginEnd(request, {status, {}});
 }
 

@@ -76,7 +76,7 @@ class EngineLoop {
   void BeginSteps();
   bool HasRoom() const;
   bool BeginStep();
-  void EncodeImage();
+  void EncodeImages();
   void FinishStep();
   // Finishes all steps in flight. Leaves the runner idle: only for work that cannot overlap a step.
   void FinishAll();

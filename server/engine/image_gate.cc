@@ -1,7 +1,10 @@
 #include "server/engine/image_gate.h"
 
+#include <algorithm>
+#include <string_view>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
 #include "server/platform/check.h"
 #include "server/platform/error.h"
 #include "server/platform/instant.h"
@@ -27,46 +30,70 @@ bool ImageGate::MayRun(Sequence* sequence) {
   }
   const absl::Span<const PlacedImage> places = sequence->images->places();
   sequence->features.resize(places.size());
-  Waiting missing;
+  const size_t before = missing_.size();
   for (size_t i = 0; i < places.size(); ++i) {
     if (places[i].end() <= sequence->computed || sequence->features[i] != nullptr) continue;
     const adapter::LoadedAdapter* const adapter = AdapterOf(*sequence, places[i], runner_);
     std::string name = places[i].image->identity();
     if (adapter != nullptr) name += adapter->digest();
     sequence->features[i] = Find(name);
-    if (sequence->features[i] != nullptr || missing.sequence != nullptr) continue;
-    missing = {sequence, std::move(name), places[i].image.get(), adapter};
+    if (sequence->features[i] != nullptr) continue;
+    missing_.push_back({sequence, std::move(name), places[i].image.get(), adapter});
   }
-  if (missing.sequence == nullptr) return true;
+  if (missing_.size() == before) return true;
   // An image that has begun goes on: the order of sequences may change between its pieces.
-  const bool begun = missing.name == pieces_.name && first_.name != pieces_.name;
-  if (first_.sequence != nullptr && !begun) {
-    sequence->features.clear();
-    return false;
+  Sequence* const first = waiting();
+  const auto begun = std::find_if(missing_.begin() + before, missing_.end(),
+                                  [&](const Missing& m) { return m.name == pieces_.name; });
+  if (begun != missing_.end() && missing_.front().name != pieces_.name) {
+    std::rotate(missing_.begin(), begun, begun + 1);
   }
-  if (first_.sequence != nullptr) first_.sequence->features.clear();
-  first_ = std::move(missing);
+  for (Sequence* const s : {first, sequence}) {
+    if (s != waiting()) s->features.clear();
+  }
   return false;
 }
 
-absl::Status ImageGate::Encode() {
-  DORAD_CHECK(first_.sequence != nullptr);
+absl::Status ImageGate::Encode(bool alone) {
+  DORAD_CHECK(!missing_.empty());
+  const adapter::LoadedAdapter* const adapter = missing_.front().adapter;
+  std::vector<const Image*> images;
+  std::vector<std::pair<std::string, Features>> computed;
+  absl::flat_hash_set<std::string_view> names;
+  for (const Missing& missing : missing_) {
+    if (missing.adapter != adapter || !names.insert(missing.name).second) continue;
+    images.push_back(missing.image);
+    computed.emplace_back(missing.name, nullptr);
+    if (!alone) break;
+  }
   const Instant begin = SteadyNow();
-  DORAD_ASSIGN_OR_RETURN(Features features, runner_.EncodeImage(*first_.image, first_.adapter));
-  if (pieces_.name != first_.name) pieces_ = {first_.name, absl::ZeroDuration()};
+  DORAD_ASSIGN_OR_RETURN(std::vector<Features> features,
+                         runner_.EncodeImages(images, adapter, alone));
+  if (pieces_.name != computed[0].first) pieces_ = {computed[0].first, absl::ZeroDuration()};
   pieces_.time += Between(begin, SteadyNow());
-  if (features == nullptr) return absl::OkStatus();
-  metrics_.ImageEncoded(pieces_.time);
+  if (features.empty()) return absl::OkStatus();
+  computed.resize(features.size());
+  for (size_t i = 0; i < features.size(); ++i) {
+    computed[i].second = std::move(features[i]);
+    metrics_.ImageEncoded(pieces_.time / static_cast<int64_t>(features.size()));
+  }
   pieces_ = {};
-  bytes_ += features->bytes();
-  entries_[first_.name] = {std::move(features), order_.insert(order_.end(), first_.name)};
-  while (bytes_ > max_bytes_ && order_.front() != first_.name) {
+  Store(std::move(computed));
+  return absl::OkStatus();
+}
+
+void ImageGate::Store(std::vector<std::pair<std::string, Features>> computed) {
+  const size_t kept = computed.size();
+  for (auto& [name, features] : computed) {
+    bytes_ += features->bytes();
+    entries_[name] = {std::move(features), order_.insert(order_.end(), name)};
+  }
+  while (bytes_ > max_bytes_ && entries_.size() > kept) {
     const auto oldest = entries_.find(order_.front());
     bytes_ -= oldest->second.features->bytes();
     entries_.erase(oldest);
     order_.pop_front();
   }
-  return absl::OkStatus();
 }
 
 ImageGate::Features ImageGate::Find(const std::string& name) {

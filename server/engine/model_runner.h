@@ -151,11 +151,15 @@ class ModelRunner {
 
   // Whether the adapter changes the features of images.
   virtual bool ChangesImages(const adapter::LoadedAdapter& /*adapter*/) const { return false; }
-  // Computes an image's features under an adapter (nullptr: base), or a piece of them: nullptr
-  // means that another call is needed. A call for another image drops the pieces of the last one.
-  // In order with the steps. UNIMPLEMENTED: the runner has no tower.
-  virtual absl::StatusOr<std::shared_ptr<const ImageFeatures>> EncodeImage(
-      const Image& /*image*/, const adapter::LoadedAdapter* /*adapter*/) {
+  // Computes features of the first one or more of the images under an adapter (nullptr: base), or a
+  // piece of them, in order with the steps. Returns those of the first images, as many as are
+  // complete; none: another call is needed. Pieces are kept for a next call with the same first
+  // image and adapter, any other drops them. alone: no step is in flight, so that the call may take
+  // as long as a large step; otherwise it takes about a millisecond, if the runner has pieces.
+  // UNIMPLEMENTED: the runner has no tower.
+  virtual absl::StatusOr<std::vector<std::shared_ptr<const ImageFeatures>>> EncodeImages(
+      absl::Span<const Image* const> /*images*/, const adapter::LoadedAdapter* /*adapter*/,
+      bool /*alone*/) {
     return absl::UnimplementedError("this runner has no vision tower");
   }
 

@@ -6,9 +6,11 @@
 //                    [--steps 400] [--patches 0] [--requests 32]
 //
 // One JSON line a case; times in milliseconds. TFLOPs counts the tower's products and attention.
-// adapters: 0 for the base model alone, 1 for one adapter of the rank. patches: of the one image
-// that is timed, 0: of all sizes that the model takes, -1: none. steps: 0 for none. A step begins
-// while the one before it is computed, with a piece of an image between them, as the engine does.
+// "image": one in pieces; "images": one, and up to 64 x 64 patches eight together, with nothing
+// else to run, for each. adapters: 0 for the base model alone, 1 for one adapter of the rank.
+// patches: of the one image that is timed, 0: of all sizes that the model takes, -1: none. steps: 0
+// for none. A step begins while the one before it is computed, with a piece of an image between
+// them, as the engine does.
 //
 // requests: each a prompt of an image of 64 x 64 patches with 16 tokens of text on either side, 0
 // for none. "image prompt": one that comes alone, from pixels in fp32 to its first token. "image
@@ -113,14 +115,15 @@ class Bench {
   }
 
   // Of all pieces; returns their longest.
-  double Encode(const engine::Image& image, const adapter::LoadedAdapter* adapter, int* pieces) {
+  double Encode(absl::Span<const engine::Image* const> images,
+                const adapter::LoadedAdapter* adapter, bool alone, int* pieces) {
     double longest = 0.0;
-    for (*pieces = 1;; ++*pieces) {
+    for (*pieces = 0; !images.empty(); ++*pieces) {
       const double begin = Milliseconds();
-      const auto features = Must(runner_->EncodeImage(image, adapter));
+      images.remove_prefix(Must(runner_->EncodeImages(images, adapter, alone)).size());
       longest = std::max(longest, Milliseconds() - begin);
-      if (features != nullptr) return longest;
     }
+    return longest;
   }
 
   double Operations(const engine::Image& image) const {
@@ -144,7 +147,7 @@ class Bench {
     for (int i = 0; i < 8; ++i) {
       image.key = --next_key_;
       const double begin = Milliseconds();
-      const double most = Encode(image, adapter, &pieces);
+      const double most = Encode({&image}, adapter, /*alone=*/false, &pieces);
       if (i == 0) continue;
       times.push_back(Milliseconds() - begin);
       longest.push_back(most);
@@ -156,7 +159,30 @@ class Bench {
         static_cast<long long>(adapter == nullptr ? 0 : options_["--rank"]),
         static_cast<long long>(height * width), static_cast<long long>(image.tokens()), ms, pieces,
         Quantile(longest, 0.5), Operations(image) / ms / 1e9);
+    TimeAlone({image}, adapter);
+    if (height * width <= kSide * kSide) TimeAlone(std::vector<engine::Image>(8, image), adapter);
     std::fflush(stdout);
+  }
+
+  void TimeAlone(std::vector<engine::Image> images, const adapter::LoadedAdapter* adapter) {
+    const auto count = static_cast<double>(images.size());
+    std::vector<const engine::Image*> all;
+    for (const engine::Image& image : images) all.push_back(&image);
+    std::vector<double> times;
+    int calls = 0;
+    for (int i = 0; i < 5; ++i) {
+      for (engine::Image& image : images) image.key = --next_key_;
+      const double begin = Milliseconds();
+      Encode(all, adapter, /*alone=*/true, &calls);
+      if (i > 0) times.push_back((Milliseconds() - begin) / count);
+    }
+    const double ms = Quantile(times, 0.5);
+    std::printf(
+        "{\"work\": \"images\", \"rank\": %lld, \"patches\": %lld, \"count\": %zu, \"ms\": %.2f, "
+        "\"calls\": %d, \"TFLOPs\": %.0f}\n",
+        static_cast<long long>(adapter == nullptr ? 0 : options_["--rank"]),
+        static_cast<long long>(images[0].height * images[0].width), images.size(), ms, calls,
+        Operations(images[0]) / ms / 1e9);
   }
 
   // Decode steps alone, and with a piece of an image of 64 x 64 patches between any two.
@@ -172,7 +198,8 @@ class Bench {
       double last = first;
       for (int64_t i = 0; i < options_["--steps"]; ++i) {
         Must(runner_->Begin(step.sequences(/*behind=*/true)));
-        if (with_images && Must(runner_->EncodeImage(image, adapter)) != nullptr) {
+        if (with_images &&
+            !Must(runner_->EncodeImages({&image}, adapter, /*alone=*/false)).empty()) {
           ++images;
           image.key = --next_key_;
         }
@@ -195,9 +222,9 @@ class Bench {
 
   // Milliseconds until so many prompts of an image each have their first tokens.
   double FirstTokens(int64_t requests, const Adapter& adapter, bench::BenchEngine* engine) {
-    std::vector<std::shared_ptr<const engine::Image>> images;  // made before the clock starts
+    std::vector<std::shared_ptr<engine::Image>> images;  // made before the clock starts
     for (int64_t i = 0; i < requests; ++i) {
-      images.push_back(std::make_shared<const engine::Image>(MakeImage(kSide, kSide, DType::kF32)));
+      images.push_back(std::make_shared<engine::Image>(MakeImage(kSide, kSide, DType::kF32)));
     }
     const double begin = Milliseconds();
     for (const auto& image : images) {

@@ -120,8 +120,11 @@ class CpuModelRunner final : public ModelRunner {
                        [](const auto& factors) { return factors.has_value(); });
   }
 
-  absl::StatusOr<std::shared_ptr<const ImageFeatures>> EncodeImage(
-      const Image& image, const adapter::LoadedAdapter* adapter) override {
+  // One by one: the cores are busy with one.
+  absl::StatusOr<std::vector<std::shared_ptr<const ImageFeatures>>> EncodeImages(
+      absl::Span<const Image* const> images, const adapter::LoadedAdapter* adapter,
+      bool /*alone*/) override {
+    const Image& image = *images[0];
     try {
       const int64_t patches = image.height * image.width;
       const auto elements =
@@ -131,8 +134,8 @@ class CpuModelRunner final : public ModelRunner {
               {reinterpret_cast<const std::byte*>(image.pixels.data()), image.pixels.size()},
               pixels.mutable_data_ptr<float>());
       const model::ImageGrid grid{/*frames=*/1, image.height, image.width};
-      return std::make_shared<const CpuImageFeatures>(
-          encoder_->Encode(pixels, grid, WeightsOf(adapter)));
+      return {{std::make_shared<const CpuImageFeatures>(
+          encoder_->Encode(pixels, grid, WeightsOf(adapter)))}};
     } catch (...) {
       return StatusOfException("computing an image", "STEP_FAILED");
     }

@@ -30,8 +30,6 @@ size_t WorkspaceBytes(const LinearGroup& group, int rows) {
   return kernels::DoraLinearWorkspaceBytes(ShapeOf(group), rows, kMaxRank);
 }
 
-bool WantsLibrary(const LinearGroup& group) { return WorkspaceBytes(group, 1) == 0; }
-
 // With fewer rows than that for each adapter, reading the weights once for each block is faster
 // than one launch for all rows, whose tiles multiply by each of their adapters. The results are the
 // same.
@@ -43,6 +41,8 @@ size_t PrefillBytes(const LinearGroup& group, int64_t rows) {
 }
 
 }  // namespace
+
+bool Linear::IsFused(const LinearGroup& group) { return WorkspaceBytes(group, 1) > 0; }
 
 bool Linear::TakesAtOnce(const LinearGroup& group, const LinearRows& rows) const {
   const auto ranges = static_cast<int64_t>(rows.ranges.size());
@@ -57,7 +57,7 @@ absl::StatusOr<Linear> Linear::Create(absl::Span<const LinearGroup* const> group
   size_t bytes = kernels::kDoraLinearSignalBytes;
   int64_t widest = 0;  // of the library's
   for (const LinearGroup* group : groups) {
-    if (WantsLibrary(*group)) widest = std::max(widest, group->out);
+    if (!IsFused(*group)) widest = std::max(widest, group->out);
     bytes = std::max(bytes, WorkspaceBytes(*group, kernels::kDoraLinearMaxRows));
     bytes = std::max(bytes, PrefillBytes(*group, max_rows));
   }
@@ -88,7 +88,7 @@ absl::Status Linear::Run(const LinearGroup& group, const LinearRows& rows, const
 template <typename T>
 absl::Status Linear::RunAs(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
                            T* y) {
-  if (WantsLibrary(group)) return library_->Run(group, rows, x, y);
+  if (!IsFused(group)) return library_->Run(group, rows, x, y);
   if (TakesAtOnce(group, rows)) {
     kernels::DoraLinearPrefillParams params;
     params.isa = isa_;

@@ -32,6 +32,9 @@ class Linear {
   absl::Status Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
                    __nv_bfloat16* y);
 
+  // Whether the fused kernel has the group's shape.
+  static bool IsFused(const LinearGroup& group);
+
   kernels::KernelIsa isa() const { return isa_; }
 
   // Whether launches may be captured and replayed for other rows: library products depend on the

@@ -116,10 +116,12 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
                        [](const kernels::DoraFactors& factors) { return factors.rank > 0; });
   }
 
-  absl::StatusOr<std::shared_ptr<const engine::ImageFeatures>> EncodeImage(
-      const engine::Image& image, const adapter::LoadedAdapter* adapter) override {
-    auto features = encoder_->Encode(image, adapter == nullptr ? nullptr : WeightsOf(*adapter));
-    if (features.ok()) return *std::move(features);
+  absl::StatusOr<std::vector<std::shared_ptr<const engine::ImageFeatures>>> EncodeImages(
+      absl::Span<const engine::Image* const> images, const adapter::LoadedAdapter* adapter,
+      bool alone) override {
+    const auto features =
+        encoder_->Encode(images, adapter == nullptr ? nullptr : WeightsOf(*adapter), alone);
+    if (features.ok()) return {{features->begin(), features->end()}};
     AwaitAfterFailure();
     encoder_->Stop();
     return features.status();

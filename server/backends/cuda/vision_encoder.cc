@@ -1,17 +1,11 @@
 #include "server/backends/cuda/vision_encoder.h"
 
 #include <algorithm>
-#include <cmath>
 #include <type_traits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/decoder/activation.h"
-#include "kernels/decoder/rms_norm.h"
-#include "kernels/dora/import.h"
-#include "kernels/vision/layer_norm.h"
 #include "server/backends/cuda/array_writer.h"
-#include "server/backends/cuda/elements.h"
 #include "server/platform/check.h"
 #include "server/platform/error.h"
 
@@ -25,6 +19,10 @@ constexpr int64_t kMostRows = 4096;
 constexpr int64_t kLeastRows = 512;
 // Operations of one piece: less than a millisecond of an H100.
 constexpr double kPieceOperations = 2.2e11;
+// If nothing else runs: requests that come meanwhile wait for as long as for a step of prompts.
+constexpr double kAloneOperations = 2.4e13;
+// Of the images that a call computes if nothing else runs.
+constexpr int64_t kMostPatches = 16384;
 // What a unit of few rows counts: its time is that of its launches.
 constexpr double kLeastOperations = 1.2e10;
 
@@ -36,7 +34,17 @@ double AttendOperations(const model::VisionConfig& vision, int64_t rows, int64_t
           4.0 * static_cast<double>(vision.inner));
 }
 
-// The rows of one product: as many as a piece has room for.
+// How many of the images, from the first on, have so many patches.
+size_t CountFitting(absl::Span<const engine::Image* const> images, int64_t patches) {
+  size_t count = 0;
+  for (; count < images.size(); ++count) {
+    patches -= images[count]->height * images[count]->width;
+    if (patches < 0) break;
+  }
+  return count;
+}
+
+// The rows of one product: as many as a piece has room for. patches: of the largest image.
 int64_t ChunkRows(const model::VisionConfig& vision, int64_t patches) {
   int64_t rows = kMostRows;
   while (rows > kLeastRows && AttendOperations(vision, rows, patches) > kPieceOperations) rows /= 2;
@@ -86,61 +94,120 @@ absl::StatusOr<std::unique_ptr<VisionEncoder>> VisionEncoder::Create(const CudaM
   }
   DORAD_ASSIGN_OR_RETURN(Linear linear,
                          Linear::Create(groups, kMostRows, model->isa(), ledger, stream));
+  // Pixels are embedded image by image in any case.
+  const bool together = std::all_of(groups.begin() + 1, groups.end(), [](const LinearGroup* group) {
+    return Linear::IsFused(*group);
+  });
   return std::unique_ptr<VisionEncoder>(
-      new VisionEncoder(model, slots, ledger, stream, std::move(linear)));
+      new VisionEncoder(model, slots, ledger, stream, std::move(linear), together));
 }
 
-absl::StatusOr<std::shared_ptr<const CudaImageFeatures>> VisionEncoder::Encode(
-    const engine::Image& image, const CudaAdapterWeights* adapter) {
+absl::StatusOr<std::vector<VisionEncoder::Features>> VisionEncoder::Encode(
+    absl::Span<const engine::Image* const> images, const CudaAdapterWeights* adapter, bool alone) {
   const uint64_t adapter_id = adapter == nullptr ? 0 : adapter->id();
-  if (!work_ || work_->image != image.key || work_->adapter != adapter_id) {
-    work_.reset();
-    DORAD_RETURN_IF_ERROR(Start(image));
-    work_->adapter = adapter_id;
+  if (work_ && (work_->parts[0].image != images[0]->key || work_->adapter != adapter_id)) Stop();
+  std::vector<Features> done;
+  int64_t patches = 0;
+  do {
+    const auto rest = images.subspan(done.size());
+    if (!work_) {
+      const size_t fitting = CountFitting(rest, kMostPatches - patches);
+      if (fitting == 0 && !done.empty()) break;
+      const size_t count = alone && together_ ? std::max<size_t>(1, fitting) : 1;
+      absl::Status started = Start(rest.first(count));
+      // Memory for one may be there where that for several is not.
+      if (!started.ok() && count > 1) started = Start(rest.first(1));
+      if (!started.ok() && !done.empty()) break;
+      DORAD_RETURN_IF_ERROR(started);
+      work_->adapter = adapter_id;
+    }
+    patches += work_->patches;
+    DORAD_ASSIGN_OR_RETURN(const bool ended, Run(rest, adapter, alone));
+    if (!ended) break;
+    for (Part& part : work_->parts) {
+      done.push_back(std::make_shared<const CudaImageFeatures>(std::move(part.features),
+                                                               part.tokens, vision_.output));
+    }
+    Stop();
+  } while (alone && done.size() < images.size());
+  return done;
+}
+
+absl::StatusOr<bool> VisionEncoder::Run(absl::Span<const engine::Image* const> images,
+                                        const CudaAdapterWeights* adapter, bool alone) {
+  VisionRows::Sizes sizes;
+  for (const Chunk& chunk : work_->pixels) sizes.insert({chunk.rows, false});
+  for (const Chunk& chunk : work_->rows) sizes.insert({chunk.rows, true});
+  for (const Chunk& chunk : work_->merged) {
+    // No adapter changes the projection of pooled patches.
+    sizes.insert({chunk.rows / (vision_.merge * vision_.merge), !vision_.style.pools_patches});
   }
-  DORAD_RETURN_IF_ERROR(rows_.Upload(work_->patches, work_->chunk_rows, adapter));
+  DORAD_RETURN_IF_ERROR(rows_.Upload(sizes, adapter));
+  const bool several = work_->parts.size() > 1;
+  const double most = alone ? kAloneOperations : kPieceOperations;
+  double operations = 0.0;
   bool more = true;
   bool has_pixels = false;
-  double operations = 0.0;
   do {
     operations += Cost();
-    has_pixels = work_->stage == Stage::kEmbed;
-    DORAD_RETURN_IF_ERROR(RunUnit(image));
+    if (work_->stage == Stage::kEmbed) {
+      const Chunk& chunk = CurrentChunk();
+      CopyPixels(*images[chunk.part], chunk);
+      // The chunk before is computed meanwhile; its place takes the next one.
+      if (has_pixels) DORAD_RETURN_IF_ERROR(stream_.Synchronize(kImage));
+      has_pixels = true;
+    }
+    DORAD_RETURN_IF_ERROR(RunUnit());
     more = Next();
-    // The host's copy of the pixels is used again.
-  } while (more && !has_pixels && operations + Cost() <= kPieceOperations);
+  } while (more && (several || ((alone || !has_pixels) && operations + Cost() <= most)));
   // The adapter may be released, and the host's buffers written, after this call.
   DORAD_RETURN_IF_ERROR(stream_.Synchronize(kImage));
-  if (more) return nullptr;
-  const int64_t tokens = vision_.tokens(work_->grid);
-  auto features =
-      std::make_shared<const CudaImageFeatures>(std::move(work_->features), tokens, vision_.output);
-  work_.reset();
-  return features;
+  return !more;
 }
 
-absl::Status VisionEncoder::Start(const engine::Image& image) {
+absl::Status VisionEncoder::Start(absl::Span<const engine::Image* const> images) {
   Work work;
-  work.image = image.key;
-  work.grid = {/*frames=*/1, image.height, image.width};
-  work.patches = vision_.patches(work.grid);
-  work.chunk_rows = ChunkRows(vision_, work.patches);
+  std::vector<model::ImageGrid> grids;
+  int64_t largest = 0;
   const auto levels = 1 + static_cast<int64_t>(vision_.deepstack.size());
-  DORAD_ASSIGN_OR_RETURN(work.features, DeviceBuffer::Allocate(ledger_, "images",
-                                                               levels * vision_.tokens(work.grid) *
-                                                                   vision_.output * 4));
-  DORAD_RETURN_IF_ERROR(Prepare(&work));
+  for (const engine::Image* image : images) {
+    const model::ImageGrid& grid =
+        grids.emplace_back(model::ImageGrid{/*frames=*/1, image->height, image->width});
+    Part& part = work.parts.emplace_back();
+    part.image = image->key;
+    part.begin = work.patches;
+    part.patches = vision_.patches(grid);
+    part.tokens = vision_.tokens(grid);
+    DORAD_ASSIGN_OR_RETURN(
+        part.features,
+        DeviceBuffer::Allocate(ledger_, "images", levels * part.tokens * vision_.output * 4));
+    work.patches += part.patches;
+    largest = std::max(largest, part.patches);
+  }
+  work.chunk_rows = ChunkRows(vision_, largest);
+  const auto divide = [](size_t part, int64_t begin, int64_t patches, int64_t rows,
+                         std::vector<Chunk>* to) {
+    const int64_t end = begin + patches;
+    for (; begin < end; begin += rows) to->push_back({part, begin, std::min(rows, end - begin)});
+  };
+  for (size_t i = 0; i < work.parts.size(); ++i) {
+    const Part& part = work.parts[i];
+    divide(i, part.begin, part.patches, kPixelRows, &work.pixels);
+    divide(i, part.begin, part.patches, work.chunk_rows, &work.merged);
+  }
+  divide(0, 0, work.patches, work.chunk_rows, &work.rows);
+  DORAD_RETURN_IF_ERROR(Prepare(grids, &work));
   work_.emplace(std::move(work));
   return absl::OkStatus();
 }
 
-absl::Status VisionEncoder::Prepare(Work* work) {
+absl::Status VisionEncoder::Prepare(absl::Span<const model::ImageGrid> grids, Work* work) {
   const int64_t patches = work->patches;
   const int64_t width = vision_.width;
   const int64_t chunk = std::min(patches, work->chunk_rows);
   const int64_t tokens = chunk / (vision_.merge * vision_.merge);
   const int64_t inner = vision_.inner * (vision_.style.gated() ? 2 : 1);
-  VisionPlan plan = PlanImage(vision_, work->grid, work->chunk_rows);
+  VisionPlan plan = PlanImages(vision_, grids, work->chunk_rows);
   const auto lay_out = [&](std::byte* memory) {
     Layout layout;
     const auto place = [&](int64_t size, auto** to) {
@@ -148,7 +215,7 @@ absl::Status VisionEncoder::Prepare(Work* work) {
       if (memory == nullptr) return;
       *to = reinterpret_cast<std::remove_reference_t<decltype(*to)>>(memory + at);
     };
-    place(std::min(patches, VisionRows::kPixelRows) * vision_.patch_elements(), &buffers_.pixels);
+    place(std::min(patches, kPixelRows) * vision_.patch_elements(), &buffers_.pixels);
     place(patches * width, &buffers_.residual);
     place(patches * 3 * width, &buffers_.qkv);
     place(chunk * width, &buffers_.normed);
@@ -174,7 +241,10 @@ absl::Status VisionEncoder::Prepare(Work* work) {
     return writer.bytes();
   };
   const int64_t plan_bytes = write_plan(nullptr, nullptr);
-  DORAD_RETURN_IF_ERROR(Grow(&host_, plan_bytes));
+  // Pixels come through the same memory, one chunk beside another.
+  const int64_t pixel_bytes =
+      2 * kPixelRows * vision_.patch_elements() * int64_t{sizeof(__nv_bfloat16)};
+  DORAD_RETURN_IF_ERROR(Grow(&host_, std::max(plan_bytes, pixel_bytes)));
   DORAD_RETURN_IF_ERROR(Grow(&memory_, ledger_, MemoryLedger::kWorkspace, work_bytes + plan_bytes));
   (void)lay_out(memory_.as<std::byte>());
   std::byte* const on_device = memory_.as<std::byte>(work_bytes);
@@ -185,18 +255,21 @@ absl::Status VisionEncoder::Prepare(Work* work) {
   work->tokens = std::move(plan.tokens);
   work->frame_begins = std::move(plan.frame.begins);
   work->window_begins = std::move(plan.windows.begins);
-  // Pixels come through the same memory.
   return stream_.Synchronize(kImage);
 }
 
-VisionEncoder::Chunk VisionEncoder::CurrentChunk() const {
-  const int64_t rows = RowsOfChunk();
-  const int64_t begin = work_->chunk * rows;
-  return {begin, std::min(rows, work_->patches - begin)};
-}
-
-int64_t VisionEncoder::RowsOfChunk() const {
-  return work_->stage == Stage::kEmbed ? VisionRows::kPixelRows : work_->chunk_rows;
+const std::vector<VisionEncoder::Chunk>& VisionEncoder::Chunks() const {
+  switch (work_->stage) {
+    case Stage::kEmbed:
+      return work_->pixels;
+    case Stage::kProject:
+    case Stage::kAttend:
+      return work_->rows;
+    case Stage::kMergeDeepstack:
+    case Stage::kMerge:
+      return work_->merged;
+  }
+  DORAD_CHECK(false);
 }
 
 double VisionEncoder::Cost() const { return std::max(Operations(), kLeastOperations); }
@@ -212,7 +285,7 @@ double VisionEncoder::Operations() const {
     case Stage::kProject:
       return 6.0 * rows * width * width;
     case Stage::kAttend:
-      return AttendOperations(vision_, CurrentChunk().rows, work_->patches);
+      return AttendOperations(vision_, CurrentChunk().rows, work_->parts[0].patches);
     case Stage::kMergeDeepstack:
     case Stage::kMerge:
       if (vision_.style.pools_patches) return 2.0 * rows / patches_of_token * width * output;
@@ -223,7 +296,7 @@ double VisionEncoder::Operations() const {
 
 bool VisionEncoder::Next() {
   Work& work = *work_;
-  if (++work.chunk * RowsOfChunk() < work.patches) return true;
+  if (++work.chunk < Chunks().size()) return true;
   work.chunk = 0;
   const auto next_block = [&] {
     ++work.block;
@@ -255,11 +328,11 @@ bool VisionEncoder::Next() {
   return false;
 }
 
-absl::Status VisionEncoder::RunUnit(const engine::Image& image) {
-  const Chunk chunk = CurrentChunk();
+absl::Status VisionEncoder::RunUnit() {
+  const Chunk& chunk = CurrentChunk();
   switch (work_->stage) {
     case Stage::kEmbed:
-      return Embed(image, chunk);
+      return Embed(chunk);
     case Stage::kProject:
       return Project(tower_.blocks[work_->block], chunk);
     case Stage::kAttend:
@@ -272,194 +345,6 @@ absl::Status VisionEncoder::RunUnit(const engine::Image& image) {
       return Merge(tower_.merger, /*deepstack=*/false, /*level=*/0, chunk);
   }
   return absl::OkStatus();
-}
-
-// Copies tokens in the order of rows.
-void VisionEncoder::CopyPixels(const engine::Image& image, const Chunk& chunk) {
-  const int64_t patches_of_token = vision_.merge * vision_.merge;
-  const int64_t elements = patches_of_token * vision_.patch_elements();
-  const auto bytes = elements * static_cast<int64_t>(SizeOf(image.dtype));
-  const auto* const from = reinterpret_cast<const std::byte*>(image.pixels.data());
-  auto* to = host_.as<__nv_bfloat16>();
-  const int64_t first = chunk.begin / patches_of_token;
-  const int64_t end = first + chunk.rows / patches_of_token;
-  for (int64_t i = first; i < end; ++i, to += elements) {
-    ToBf16(image.dtype, {from + work_->tokens[i] * bytes, static_cast<size_t>(bytes)}, to);
-  }
-}
-
-absl::Status VisionEncoder::Embed(const engine::Image& image, const Chunk& chunk) {
-  const int64_t bytes = chunk.rows * vision_.patch_elements() * int64_t{sizeof(__nv_bfloat16)};
-  DORAD_RETURN_IF_ERROR(Grow(&host_, bytes));
-  CopyPixels(image, chunk);
-  DORAD_RETURN_IF_CUDA_ERROR(
-      cudaMemcpyAsync(buffers_.pixels, host_.as(), bytes, cudaMemcpyHostToDevice, stream_.get()),
-      kImage);
-  const int64_t width = vision_.width;
-  float* const residual = buffers_.residual + chunk.begin * width;
-  DORAD_RETURN_IF_ERROR(linear_.Run(tower_.patch, rows_.Find(chunk.rows, /*adapted=*/false),
-                                    buffers_.pixels, residual));
-  if (vision_.style.position_table) {
-    DORAD_RETURN_IF_CUDA_ERROR(kernels::AddTableRows(residual, buffers_.taps + chunk.begin,
-                                                     tower_.table, static_cast<int32_t>(chunk.rows),
-                                                     static_cast<int32_t>(width), stream_.get()),
-                               kImage);
-  }
-  if (!vision_.style.patch_norm) return absl::OkStatus();
-  DORAD_RETURN_IF_ERROR(
-      Norm(tower_.patch_norm, chunk.rows, width, vision_.norm_eps, residual, /*delta=*/nullptr));
-  return ToStatus(kernels::ImportVector(buffers_.normed, kernels::FloatType::kBF16,
-                                        chunk.rows * width, residual, stream_.get()),
-                  kImage);
-}
-
-absl::Status VisionEncoder::Norm(const TowerNormWeights& weights, int64_t rows, int64_t size,
-                                 double eps, float* residual, const float* delta) {
-  if (weights.bias == nullptr) {
-    kernels::AddRmsNormParams params;
-    params.rows = static_cast<int32_t>(rows);
-    params.size = static_cast<int32_t>(size);
-    params.residual = residual;
-    params.delta = delta;
-    params.weight = weights.weight;
-    params.eps = static_cast<float>(eps);
-    params.out = buffers_.normed;
-    return ToStatus(kernels::AddRmsNorm(params, stream_.get()), kImage);
-  }
-  kernels::AddLayerNormParams params;
-  params.rows = static_cast<int32_t>(rows);
-  params.size = static_cast<int32_t>(size);
-  params.residual = residual;
-  params.delta = delta;
-  params.weight = weights.weight;
-  params.bias = weights.bias;
-  params.eps = static_cast<float>(eps);
-  params.out = buffers_.normed;
-  return ToStatus(kernels::AddLayerNorm(params, stream_.get()), kImage);
-}
-
-absl::Status VisionEncoder::Project(const TowerWeights::Block& block, const Chunk& chunk) {
-  const int64_t width = vision_.width;
-  DORAD_RETURN_IF_ERROR(Norm(block.norm1, chunk.rows, width, vision_.norm_eps,
-                             buffers_.residual + chunk.begin * width, /*delta=*/nullptr));
-  __nv_bfloat16* const qkv = buffers_.qkv + chunk.begin * 3 * width;
-  DORAD_RETURN_IF_ERROR(
-      linear_.Run(block.qkv, rows_.Find(chunk.rows, /*adapted=*/true), buffers_.normed, qkv));
-  if (!vision_.style.rotary) return absl::OkStatus();
-  kernels::PatchRotaryParams rotary;
-  rotary.qkv = qkv;
-  rotary.taps = buffers_.taps + chunk.begin;
-  rotary.rows = static_cast<int32_t>(chunk.rows);
-  rotary.heads = static_cast<int32_t>(vision_.heads);
-  rotary.head_dim = static_cast<int32_t>(vision_.head_dim());
-  rotary.cos = buffers_.cos;
-  rotary.sin = buffers_.sin;
-  return ToStatus(kernels::RotatePatches(rotary, stream_.get()), kImage);
-}
-
-absl::Status VisionEncoder::Attention(const Chunk& chunk) {
-  const bool windowed = vision_.blocks[work_->block].windowed;
-  const std::vector<int32_t>& begins = windowed ? work_->window_begins : work_->frame_begins;
-  const int32_t first = begins[work_->chunk];
-  kernels::SegmentAttentionParams params;
-  params.isa = linear_.isa();
-  params.qkv = buffers_.qkv;
-  params.rows = static_cast<int32_t>(work_->patches);
-  params.heads = static_cast<int32_t>(vision_.heads);
-  params.head_dim = static_cast<int32_t>(vision_.head_dim());
-  params.tiles = (windowed ? buffers_.window_tiles : buffers_.frame_tiles) + first;
-  params.num_tiles = begins[work_->chunk + 1] - first;
-  params.first_row = static_cast<int32_t>(chunk.begin);
-  params.softmax_scale = 1.0f / std::sqrt(static_cast<float>(vision_.head_dim()));
-  params.out = buffers_.normed;
-  return ToStatus(kernels::SegmentAttention(params, stream_.get()), kImage);
-}
-
-// Of buffers_.wide; returns the activated rows.
-absl::StatusOr<const __nv_bfloat16*> VisionEncoder::Activate(int64_t rows) {
-  const auto count = static_cast<int32_t>(rows);
-  const auto inner = static_cast<int32_t>(vision_.inner);
-  cudaError_t error = cudaSuccess;
-  switch (vision_.style.mlp) {
-    case model::TowerStyle::kGeluTanh:
-      error = kernels::GeluTanh(buffers_.wide, rows * inner, stream_.get());
-      break;
-    case model::TowerStyle::kSiluGate:
-      error = kernels::SiluMul(buffers_.wide, count, inner, buffers_.gated, stream_.get());
-      break;
-    case model::TowerStyle::kGeluGate:
-      error = kernels::GeluMul(buffers_.wide, count, inner, buffers_.gated, stream_.get());
-      break;
-  }
-  DORAD_RETURN_IF_CUDA_ERROR(error, kImage);
-  return vision_.style.gated() ? buffers_.gated : buffers_.wide;
-}
-
-absl::Status VisionEncoder::Attend(const TowerWeights::Block& block, const Chunk& chunk) {
-  const int64_t width = vision_.width;
-  const LinearRows& rows = rows_.Find(chunk.rows, /*adapted=*/true);
-  float* const residual = buffers_.residual + chunk.begin * width;
-  DORAD_RETURN_IF_ERROR(Attention(chunk));
-  DORAD_RETURN_IF_ERROR(linear_.Run(block.proj, rows, buffers_.normed, buffers_.delta));
-  DORAD_RETURN_IF_ERROR(
-      Norm(block.norm2, chunk.rows, width, vision_.norm_eps, residual, buffers_.delta));
-  DORAD_RETURN_IF_ERROR(linear_.Run(block.fc1, rows, buffers_.normed, buffers_.wide));
-  DORAD_ASSIGN_OR_RETURN(const __nv_bfloat16* const inner, Activate(chunk.rows));
-  DORAD_RETURN_IF_ERROR(linear_.Run(block.fc2, rows, inner, buffers_.delta));
-  return ToStatus(kernels::AddInPlace(residual, buffers_.delta, chunk.rows * width, stream_.get()),
-                  kImage);
-}
-
-absl::Status VisionEncoder::Merge(const TowerWeights::Merger& merger, bool deepstack, int64_t level,
-                                  const Chunk& chunk) {
-  const int64_t patches_of_token = vision_.merge * vision_.merge;
-  const int64_t tokens = chunk.rows / patches_of_token;
-  const LinearRows& rows = rows_.Find(tokens, /*adapted=*/true);
-  float* const residual = buffers_.residual + chunk.begin * vision_.width;
-  // The norm of a deepstack merger is that of whole tokens.
-  DORAD_RETURN_IF_ERROR(Norm(merger.norm, deepstack ? tokens : chunk.rows,
-                             deepstack ? vision_.merged_width() : vision_.width, vision_.merger_eps,
-                             residual, /*delta=*/nullptr));
-  if (vision_.style.joins_patches) {
-    DORAD_RETURN_IF_CUDA_ERROR(
-        kernels::ByChannel(buffers_.normed, tokens, static_cast<int32_t>(patches_of_token),
-                           static_cast<int32_t>(vision_.width), buffers_.wide, stream_.get()),
-        kImage);
-    DORAD_RETURN_IF_ERROR(linear_.Run(merger.join, rows, buffers_.wide, buffers_.normed));
-  }
-  DORAD_RETURN_IF_ERROR(linear_.Run(merger.fc1, rows, buffers_.normed, buffers_.wide));
-  DORAD_RETURN_IF_CUDA_ERROR(
-      kernels::Gelu(buffers_.wide, tokens * vision_.merger_inner(), stream_.get()), kImage);
-  const int64_t first = chunk.begin / patches_of_token;
-  float* const to = Features(level);
-  if (!vision_.style.windows) {
-    return linear_.Run(merger.fc2, rows, buffers_.wide, to + first * vision_.output);
-  }
-  DORAD_RETURN_IF_ERROR(linear_.Run(merger.fc2, rows, buffers_.wide, buffers_.delta));
-  return ToStatus(
-      kernels::ScatterRows(buffers_.delta, buffers_.tokens + first, static_cast<int32_t>(tokens),
-                           static_cast<int32_t>(vision_.output), to, stream_.get()),
-      kImage);
-}
-
-absl::Status VisionEncoder::Pool(const TowerWeights::Merger& merger, const Chunk& chunk) {
-  const int64_t width = vision_.width;
-  const int64_t patches_of_token = vision_.merge * vision_.merge;
-  const int64_t tokens = chunk.rows / patches_of_token;
-  DORAD_RETURN_IF_ERROR(Norm(merger.norm, chunk.rows, width, vision_.norm_eps,
-                             buffers_.residual + chunk.begin * width, /*delta=*/nullptr));
-  DORAD_RETURN_IF_CUDA_ERROR(
-      kernels::PoolPatches(buffers_.normed, tokens, static_cast<int32_t>(patches_of_token),
-                           static_cast<int32_t>(width), buffers_.delta, stream_.get()),
-      kImage);
-  DORAD_RETURN_IF_ERROR(Norm({merger.pooled_norm, nullptr}, tokens, width, vision_.merger_eps,
-                             buffers_.delta, /*delta=*/nullptr));
-  return linear_.Run(merger.projection, rows_.Find(tokens, /*adapted=*/false), buffers_.normed,
-                     Features(0) + chunk.begin / patches_of_token * vision_.output);
-}
-
-float* VisionEncoder::Features(int64_t level) const {
-  return work_->features.as<float>() + level * vision_.tokens(work_->grid) * vision_.output;
 }
 
 }  // namespace dorad::cuda

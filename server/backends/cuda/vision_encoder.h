@@ -1,8 +1,10 @@
-// Makes an image's patches into rows for the decoder, with the tower of model::VisionConfig, in
-// pieces of about a millisecond between steps. Owned by the runner; confined to the engine thread.
+// Makes the patches of images into rows for the decoder, with the tower of model::VisionConfig:
+// several images together, or one in pieces of about a millisecond between steps. Owned by the
+// runner; confined to the engine thread.
 //
-// Guarantee: the result depends on the image, its grid and the adapter only, to the last bit: an
-// image is computed alone, in chunks of rows that its size fixes.
+// Guarantee: the result depends on the image, its grid and the adapter only, to the last bit. With
+// shapes that the fused kernel does not support an image is computed alone, in chunks of rows that
+// its size fixes.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -39,35 +41,48 @@ class VisionEncoder {
                                                                MemoryLedger* ledger,
                                                                const Stream* stream);
 
-  // Computes the image's next piece and waits for it; nullptr: there are more. Another image than
-  // in the last call starts from its begin. adapter: nullptr for the base model.
-  absl::StatusOr<std::shared_ptr<const CudaImageFeatures>> Encode(
-      const engine::Image& image, const CudaAdapterWeights* adapter);
-  // Forgets the pieces of an image.
+  using Features = std::shared_ptr<const CudaImageFeatures>;
+
+  // As engine::ModelRunner::EncodeImages; waits for what it computes.
+  absl::StatusOr<std::vector<Features>> Encode(absl::Span<const engine::Image* const> images,
+                                               const CudaAdapterWeights* adapter, bool alone);
+  // Forgets the pieces of images.
   void Stop() { work_.reset(); }
 
  private:
+  // Patches whose pixels are copied at once.
+  static constexpr int64_t kPixelRows = 1024;
+
   enum class Stage { kEmbed, kProject, kAttend, kMergeDeepstack, kMerge };
 
-  // The image that is being computed.
-  struct Work {
+  // One of the images that are being computed.
+  struct Part {
     engine::TokenId image = 0;  // engine::Image::key
-    uint64_t adapter = 0;       // CudaAdapterWeights::id; 0: base
-    model::ImageGrid grid;
+    int64_t begin = 0;          // its first patch
     int64_t patches = 0;
-    int64_t chunk_rows = 0;  // of one product
-    // Of VisionPlan.
-    std::vector<int32_t> tokens, frame_begins, window_begins;
+    int64_t tokens = 0;
     DeviceBuffer features;
-    Stage stage = Stage::kEmbed;
-    int64_t block = 0;
-    int64_t chunk = 0;
-    size_t deepstack = 0;  // the next of VisionConfig::deepstack
   };
-  // Patches [begin, begin + rows) of it.
+  // Patches [begin, begin + rows) of them.
   struct Chunk {
+    size_t part = 0;  // unless it may have patches of several
     int64_t begin = 0;
     int64_t rows = 0;
+  };
+  // The images that are being computed, together. Several are done in one call.
+  struct Work {
+    uint64_t adapter = 0;  // CudaAdapterWeights::id; 0: base
+    std::vector<Part> parts;
+    int64_t patches = 0;
+    int64_t chunk_rows = 0;  // of one product, at most
+    // Of the stages: those of a part's pixels, of patches, and of a part's patches.
+    std::vector<Chunk> pixels, rows, merged;
+    // Of VisionPlan.
+    std::vector<int32_t> tokens, frame_begins, window_begins;
+    Stage stage = Stage::kEmbed;
+    int64_t block = 0;
+    size_t chunk = 0;
+    size_t deepstack = 0;  // the next of VisionConfig::deepstack
   };
   // Where memory_ has what pieces read and write.
   struct Buffers {
@@ -88,28 +103,37 @@ class VisionEncoder {
   };
 
   VisionEncoder(const CudaModel* model, AdapterSlots* slots, MemoryLedger* ledger,
-                const Stream* stream, Linear linear)
+                const Stream* stream, Linear linear, bool together)
       : vision_(*model->config().vision),
         tower_(model->tower()),
         ledger_(ledger),
         stream_(*stream),
         linear_(std::move(linear)),
-        rows_(vision_, slots, ledger, stream) {}
+        together_(together),
+        rows_(slots, ledger, stream) {}
 
-  absl::Status Start(const engine::Image& image);
-  // Allocates for the image and writes the plan.
-  absl::Status Prepare(Work* work);
-  absl::Status RunUnit(const engine::Image& image);
+  absl::Status Start(absl::Span<const engine::Image* const> images);
+  // Allocates for the work and writes the plan.
+  absl::Status Prepare(absl::Span<const model::ImageGrid> grids, Work* work);
+  // Runs the work's units until it ends, or a piece does. `images`: from its first one on. False:
+  // there are more.
+  absl::StatusOr<bool> Run(absl::Span<const engine::Image* const> images,
+                           const CudaAdapterWeights* adapter, bool alone);
+  absl::Status RunUnit();
   // Moves to the next unit; false: there is none.
   bool Next();
   // Of the current unit, against the limit of a piece.
   double Cost() const;
   double Operations() const;
-  int64_t RowsOfChunk() const;
-  Chunk CurrentChunk() const;
+  const std::vector<Chunk>& Chunks() const;  // of the current stage
+  const Chunk& CurrentChunk() const { return Chunks()[work_->chunk]; }
 
+  // Where the host has the current chunk's pixels: chunks take turns.
+  __nv_bfloat16* Pixels() const {
+    return host_.as<__nv_bfloat16>() + work_->chunk % 2 * kPixelRows * vision_.patch_elements();
+  }
   void CopyPixels(const engine::Image& image, const Chunk& chunk);
-  absl::Status Embed(const engine::Image& image, const Chunk& chunk);
+  absl::Status Embed(const Chunk& chunk);
   absl::Status Project(const TowerWeights::Block& block, const Chunk& chunk);
   absl::Status Attention(const Chunk& chunk);
   absl::StatusOr<const __nv_bfloat16*> Activate(int64_t rows);
@@ -118,7 +142,9 @@ class VisionEncoder {
                      const Chunk& chunk);
   // In its place, of TowerStyle::pools_patches.
   absl::Status Pool(const TowerWeights::Merger& merger, const Chunk& chunk);
-  float* Features(int64_t level) const;
+  // Where the features of the chunk's image have a level, and its rows for the chunk there.
+  float* Level(int64_t level, const Chunk& chunk) const;
+  float* FeaturesAt(int64_t level, const Chunk& chunk) const;
   absl::Status Norm(const TowerNormWeights& weights, int64_t rows, int64_t size, double eps,
                     float* residual, const float* delta);
 
@@ -127,10 +153,11 @@ class VisionEncoder {
   MemoryLedger* const ledger_;
   const Stream& stream_;
   Linear linear_;
-  VisionRows rows_;  // of the current call
+  const bool together_;  // whether an image's bits are the same in any company
+  VisionRows rows_;      // of the current work and call
   std::optional<Work> work_;
-  PinnedBuffer host_;    // the plan of an image, or a chunk of its pixels
-  DeviceBuffer memory_;  // for the largest image so far
+  PinnedBuffer host_;    // the plan of the work, or two chunks of its pixels
+  DeviceBuffer memory_;  // for the largest work so far
   Buffers buffers_;
 };
 

@@ -39,23 +39,29 @@ kernels::PatchTaps PatchTapsOf(const model::VisionConfig& vision, const model::I
 
 }  // namespace
 
-VisionPlan PlanImage(const model::VisionConfig& vision, const model::ImageGrid& grid,
-                     int64_t chunk_rows) {
+VisionPlan PlanImages(const model::VisionConfig& vision, absl::Span<const model::ImageGrid> grids,
+                      int64_t chunk_rows) {
   VisionPlan plan;
-  const model::FrameWindows windows = WindowsOf(vision, grid);
-  plan.tokens.assign(windows.tokens.begin(), windows.tokens.end());
-  for (const model::PatchPlace& place : PatchPlaces(vision, grid)) {
-    plan.taps.push_back(PatchTapsOf(vision, grid, place));
+  std::vector<int64_t> frames, windows;  // patches of each
+  int64_t side = 0;
+  for (const model::ImageGrid& grid : grids) {
+    const model::FrameWindows of_frame = WindowsOf(vision, grid);
+    plan.tokens.insert(plan.tokens.end(), of_frame.tokens.begin(), of_frame.tokens.end());
+    for (const model::PatchPlace& place : PatchPlaces(vision, grid)) {
+      plan.taps.push_back(PatchTapsOf(vision, grid, place));
+    }
+    frames.push_back(vision.patches(grid));
+    windows.insert(windows.end(), of_frame.patches.begin(), of_frame.patches.end());
+    if (vision.style.rotary) side = std::max({side, grid.height, grid.width});
   }
   const int64_t half = vision.head_dim() / 2;
-  const int64_t side = vision.style.rotary ? std::max(grid.height, grid.width) : 0;
   plan.cos.resize(side * half);
   plan.sin.resize(side * half);
   for (int64_t p = 0; p < side; ++p) {
     FillPatchAngles(vision, {p, p}, &plan.cos[p * half], &plan.sin[p * half]);
   }
-  plan.frame = TilesOf({vision.patches(grid)}, chunk_rows);
-  if (vision.style.windows) plan.windows = TilesOf(windows.patches, chunk_rows);
+  plan.frame = TilesOf(frames, chunk_rows);
+  if (vision.style.windows) plan.windows = TilesOf(windows, chunk_rows);
   return plan;
 }
 

@@ -9,8 +9,7 @@
 
 namespace dorad::cuda {
 
-absl::Status VisionRows::Upload(int64_t patches, int64_t chunk_rows,
-                                const CudaAdapterWeights* adapter) {
+absl::Status VisionRows::Upload(const Sizes& sizes, const CudaAdapterWeights* adapter) {
   int slot = -1;
   slots_.BeginStep();
   if (adapter != nullptr) {
@@ -18,7 +17,8 @@ absl::Status VisionRows::Upload(int64_t patches, int64_t chunk_rows,
   }
   adapted_ = adapter != nullptr;
   rows_.clear();
-  const auto add = [&](int64_t rows, bool adapted) {
+  for (const auto& [rows, of_module] : sizes) {
+    const bool adapted = of_module && adapted_;
     LinearRows to;
     to.rows = rows;
     to.adapted = adapted;
@@ -27,17 +27,7 @@ absl::Status VisionRows::Upload(int64_t patches, int64_t chunk_rows,
     to.table = slots_.table();
     to.maps = slots_.maps();
     rows_.push_back(std::move(to));
-  };
-  const auto add_parts = [&](int64_t most, bool adapted, int64_t divisor) {
-    for (const int64_t rows : {std::min(patches, most), patches % most}) {
-      if (rows > 0) add(rows / divisor, adapted);
-    }
-  };
-  const int64_t patches_of_token = vision_.merge * vision_.merge;
-  add_parts(kPixelRows, /*adapted=*/false, 1);
-  add_parts(chunk_rows, adapted_, 1);
-  // No adapter changes the projection of pooled patches.
-  add_parts(chunk_rows, adapted_ && !vision_.style.pools_patches, patches_of_token);
+  }
   const auto write = [&](std::byte* host, std::byte* device) {
     ArrayWriter writer(host, device);
     for (LinearRows& rows : rows_) WriteSegments(&rows, writer);
@@ -52,8 +42,8 @@ absl::Status VisionRows::Upload(int64_t patches, int64_t chunk_rows,
       "computing an image");
 }
 
-const LinearRows& VisionRows::Find(int64_t rows, bool adapted) const {
-  adapted = adapted && adapted_;
+const LinearRows& VisionRows::Find(int64_t rows, bool of_module) const {
+  const bool adapted = of_module && adapted_;
   const auto found = std::find_if(rows_.begin(), rows_.end(), [&](const LinearRows& r) {
     return r.rows == rows && r.adapted == adapted;
   });

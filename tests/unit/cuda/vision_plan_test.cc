@@ -51,7 +51,7 @@ void ExpectTiles(const SegmentTiles& tiles, const std::vector<int64_t>& segments
 TEST(VisionPlanTest, AFrameIsOneSegmentInTheProcessorsOrder) {
   for (const int64_t chunk_rows : {512, 1024, 4096}) {
     const model::ImageGrid grid{1, 48, 46};
-    const VisionPlan plan = PlanImage(Tower(0), grid, chunk_rows);
+    const VisionPlan plan = PlanImages(Tower(0), {grid}, chunk_rows);
     ExpectTiles(plan.frame, {48 * 46}, chunk_rows);
     EXPECT_TRUE(plan.windows.tiles.empty());
     ASSERT_EQ(plan.taps.size(), 48u * 46u);
@@ -73,7 +73,7 @@ TEST(VisionPlanTest, WithoutRotationPatchesHaveTheirRowsOfTheTable) {
   tower.merge = 4;
   tower.table_side = tower.fixed_side = 16;
   tower.style.rotary = false;
-  const VisionPlan plan = PlanImage(tower, {1, 16, 16}, 512);
+  const VisionPlan plan = PlanImages(tower, {{1, 16, 16}}, 512);
   EXPECT_TRUE(plan.cos.empty());
   EXPECT_TRUE(plan.sin.empty());
   ExpectTiles(plan.frame, {16 * 16}, 512);
@@ -93,7 +93,7 @@ TEST(VisionPlanTest, WindowsFollowOneAnotherAcrossChunks) {
   const model::VisionConfig tower = Tower(4);
   const model::ImageGrid grid{1, 60, 38};
   const model::FrameWindows windows = WindowsOf(tower, grid);
-  const VisionPlan plan = PlanImage(tower, grid, 512);
+  const VisionPlan plan = PlanImages(tower, {grid}, 512);
   ExpectTiles(plan.frame, {60 * 38}, 512);
   ExpectTiles(plan.windows, windows.patches, 512);
   ASSERT_EQ(plan.tokens.size(), windows.tokens.size());
@@ -103,6 +103,36 @@ TEST(VisionPlanTest, WindowsFollowOneAnotherAcrossChunks) {
     ASSERT_EQ(plan.taps[4 * i].row, plan.tokens[i] / 19 * 2);
     ASSERT_EQ(plan.taps[4 * i].column, plan.tokens[i] % 19 * 2);
   }
+}
+
+TEST(VisionPlanTest, ImagesFollowOneAnotherAndDoNotSeeEachOther) {
+  const model::VisionConfig tower = Tower(4);
+  const std::vector<model::ImageGrid> grids = {{1, 8, 6}, {1, 60, 38}, {1, 2, 2}, {1, 20, 70}};
+  const VisionPlan together = PlanImages(tower, grids, 512);
+  std::vector<int64_t> frames, windows;
+  size_t row = 0, token = 0;
+  for (const model::ImageGrid& grid : grids) {
+    const VisionPlan alone = PlanImages(tower, {grid}, 512);
+    for (size_t i = 0; i < alone.taps.size(); ++i, ++row) {
+      ASSERT_EQ(together.taps[row].row, alone.taps[i].row);
+      ASSERT_EQ(together.taps[row].column, alone.taps[i].column);
+    }
+    for (size_t i = 0; i < alone.tokens.size(); ++i, ++token) {
+      ASSERT_EQ(together.tokens[token], alone.tokens[i]);
+    }
+    // An angle depends on the place alone.
+    for (size_t i = 0; i < alone.cos.size(); ++i) {
+      ASSERT_EQ(together.cos[i], alone.cos[i]);
+      ASSERT_EQ(together.sin[i], alone.sin[i]);
+    }
+    frames.push_back(grid.height * grid.width);
+    const std::vector<int64_t> of_frame = WindowsOf(tower, grid).patches;
+    windows.insert(windows.end(), of_frame.begin(), of_frame.end());
+  }
+  EXPECT_EQ(together.taps.size(), row);
+  EXPECT_EQ(together.tokens.size(), token);
+  ExpectTiles(together.frame, frames, 512);
+  ExpectTiles(together.windows, windows, 512);
 }
 
 }  // namespace

@@ -114,6 +114,50 @@ TEST_F(ImageRequestsTest, AFailureEndsTheRequestOfTheImageOnly) {
   ExpectEverythingBack();
 }
 
+TEST_F(ImageRequestsTest, ImagesThatWaitTogetherAreComputedTogether) {
+  for (const int64_t cache_bytes : {int64_t{0}, 10 * FakeFeatures::kBytes}) {
+    Start(Options(cache_bytes), 256);
+    runner_->most_at_once = 4;
+    absl::Notification begun, submitted;
+    int steps = 0;  // as the next two, of the engine thread
+    std::string order;
+    std::vector<int> at;
+    runner_->on_step = [&] {
+      if (++steps == 1) {
+        begun.Notify();
+        submitted.WaitForNotification();
+      }
+      return absl::OkStatus();
+    };
+    runner_->on_encode = [&](const Image& image) {
+      order += image.sha256[0];
+      at.push_back(steps);
+      return absl::OkStatus();
+    };
+    std::vector<SampleText> expected;
+    std::vector<std::shared_ptr<TokenStream>> streams;
+    const auto submit = [&](GenerateInput input) {
+      expected.push_back(Expected(input, 0, 512));
+      streams.push_back(Submit(std::move(input)));
+    };
+    submit(Input(Prompt(5), 1));
+    begun.WaitForNotification();
+    submit(WithImages({'b', 'c'}, 4));
+    submit(WithImages({'d'}, 4, MakeAdapter("tower", 1)));  // on its own: another adapter
+    submit(WithImages({'c', 'e'}, 4));
+    submitted.Notify();
+    for (size_t i = 0; i < streams.size(); ++i) {
+      const Outcome outcome = Wait(*streams[i]);
+      ASSERT_TRUE(outcome.status.ok()) << outcome.status;
+      EXPECT_EQ(outcome.samples.at(0).tokens, expected[i].tokens);
+    }
+    EXPECT_EQ(order, "bced");
+    ASSERT_EQ(at.size(), 4u);
+    EXPECT_EQ(at[0], at[2]);
+    ExpectEverythingBack();
+  }
+}
+
 TEST_F(ImageRequestsTest, StepsOfOthersGoOnBetweenPiecesOfImages) {
   EngineOptions options = Options();
   options.prefix_cache = false;

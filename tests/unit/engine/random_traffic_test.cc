@@ -115,6 +115,7 @@ TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
         MakeAdapter("tower", 1)};
     ImageStore images(1 << 20);
     runner_->pieces_of_image = 1 + static_cast<int>(seed % 3);
+    runner_->most_at_once = 1 + seed % 4;
     runner_->on_begin = [groups](absl::Span<const StepSequence> step) {
       ExpectPagesApart(step, groups);
       return absl::OkStatus();

@@ -148,19 +148,26 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
   bool ChangesImages(const adapter::LoadedAdapter& adapter) const override {
     return FakeChangesImages(&adapter);
   }
-  absl::StatusOr<std::shared_ptr<const ImageFeatures>> EncodeImage(
-      const Image& image, const adapter::LoadedAdapter* adapter) override {
+  absl::StatusOr<std::vector<std::shared_ptr<const ImageFeatures>>> EncodeImages(
+      absl::Span<const Image* const> images, const adapter::LoadedAdapter* adapter,
+      bool alone) override {
     DORAD_CHECK(!released_ && (adapter == nullptr || FakeChangesImages(adapter)));
     DORAD_CHECK(adapter == nullptr || adapter->resident());
-    if (on_encode) {
-      if (absl::Status status = on_encode(image); !status.ok()) return status;
+    DORAD_CHECK(alone == in_flight_.empty());
+    if (images[0]->key != begun_.first || adapter != begun_.second) pieces_done_ = 0;
+    begun_ = {images[0]->key, adapter};
+    std::vector<std::shared_ptr<const ImageFeatures>> features;
+    for (const Image* image : images.first(alone ? std::min(images.size(), most_at_once) : 1)) {
+      if (on_encode) {
+        if (absl::Status status = on_encode(*image); !status.ok()) return status;
+      }
+      if (++pieces_done_ < pieces_of_image) break;
+      begun_ = {};
+      pieces_done_ = 0;
+      ++images_encoded;
+      features.push_back(std::make_shared<const FakeFeatures>(*image, adapter));
     }
-    if (image.key != begun_.first || adapter != begun_.second) pieces_done_ = 0;
-    begun_ = {image.key, adapter};
-    if (++pieces_done_ < pieces_of_image) return nullptr;
-    begun_ = {};
-    ++images_encoded;
-    return std::make_shared<const FakeFeatures>(image, adapter);
+    return features;
   }
 
   absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep) override {
@@ -195,6 +202,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
   std::function<absl::Status(const Image&)> on_encode;
   std::atomic<int> images_encoded{0};
   int pieces_of_image = 1;
+  size_t most_at_once = 1;  // images of a call, if nothing else runs
   // This token's appearance in a row makes its logits non-finite.
   TokenId poison = -1;
   // > 0: the token after t is t + 1 modulo this, so that texts repeat themselves.
