@@ -1,5 +1,6 @@
 #include "server/engine/image_store.h"
 
+#include <map>
 #include <set>
 #include <utility>
 
@@ -20,6 +21,15 @@ std::string NameOf(const std::string& tenant, const Image& image) {
 
 absl::Status ImageStore::Resolve(const std::string& tenant,
                                  absl::Span<std::vector<PlacedImage>> prompts) {
+  // Outside of the lock, which the other requests need: an image has megabytes.
+  std::map<std::string, std::shared_ptr<Image>> copies;
+  for (const std::vector<PlacedImage>& places : prompts) {
+    for (const PlacedImage& place : places) {
+      if (place.image->key != 0 || place.image->pixels.empty()) continue;
+      std::shared_ptr<Image>& copy = copies[NameOf(tenant, *place.image)];
+      if (copy == nullptr) copy = std::make_shared<Image>(*place.image);
+    }
+  }
   std::set<std::string> missing;
   absl::MutexLock lock(&mu_);
   // A request may bring the pixels once and name them in other places. Its own images are all kept
@@ -34,7 +44,7 @@ absl::Status ImageStore::Resolve(const std::string& tenant,
           missing.insert(absl::BytesToHexString(place.image->sha256));
           continue;
         }
-        place.image = stored != nullptr ? std::move(stored) : Add(name, *place.image);
+        place.image = stored != nullptr ? std::move(stored) : Add(name, std::move(copies.at(name)));
       }
     }
   }
@@ -54,15 +64,15 @@ std::shared_ptr<const Image> ImageStore::Find(const std::string& name) {
   return found->second.image;
 }
 
-std::shared_ptr<const Image> ImageStore::Add(const std::string& name, const Image& image) {
-  auto stored = std::make_shared<Image>(image);
+std::shared_ptr<const Image> ImageStore::Add(const std::string& name,
+                                             std::shared_ptr<Image> image) {
   // The prefix cache compares keys. They repeat after 2³¹ images: long after the pages of the
   // first ones were dropped.
   constexpr uint32_t kKeys = 0x7FFFFFFE;
-  stored->key = Image::kNoToken - 1 - static_cast<TokenId>(next_key_++ % kKeys);
-  bytes_ += static_cast<int64_t>(stored->pixels.size());
-  entries_[name] = {stored, order_.insert(order_.end(), name)};
-  return stored;
+  image->key = Image::kNoToken - 1 - static_cast<TokenId>(next_key_++ % kKeys);
+  bytes_ += static_cast<int64_t>(image->pixels.size());
+  entries_[name] = {image, order_.insert(order_.end(), name)};
+  return image;
 }
 
 void ImageStore::Evict() {

@@ -39,7 +39,7 @@ class ImageStore {
   };
 
   std::shared_ptr<const Image> Find(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  std::shared_ptr<const Image> Add(const std::string& name, const Image& image)
+  std::shared_ptr<const Image> Add(const std::string& name, std::shared_ptr<Image> image)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Evict() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 

@@ -1,10 +1,12 @@
 #include "server/engine/images.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "server/platform/check.h"
+#include "server/platform/files/elements.h"
 
 namespace dorad::engine {
 
@@ -13,6 +15,22 @@ int64_t PlacedImage::end() const { return begin + image->span(); }
 std::string Image::identity() const {
   return absl::StrCat(sha256, from_bytes ? "b" : "", static_cast<int>(dtype), "x", height, "x",
                       width);
+}
+
+void Image::RoundPixels() {
+  if (pixels.empty() || pixel_dtype() == DType::kBF16) return;
+  // In place: memory for megabytes costs as much as the rounding.
+  constexpr size_t kAtOnce = 4096;
+  uint16_t bits[kAtOnce];
+  const size_t size = SizeOf(dtype);
+  const size_t count = pixels.size() / size;
+  for (size_t i = 0; i < count; i += kAtOnce) {
+    const size_t now = std::min(kAtOnce, count - i);
+    ToBf16(dtype, {reinterpret_cast<const std::byte*>(pixels.data()) + i * size, now * size}, bits);
+    std::memcpy(pixels.data() + i * sizeof(uint16_t), bits, now * sizeof(uint16_t));
+  }
+  pixels.resize(count * sizeof(uint16_t));
+  rounded = true;
 }
 
 PromptImages::PromptImages(std::vector<PlacedImage> places) : places_(std::move(places)) {

@@ -16,9 +16,10 @@ namespace dorad::engine {
 
 // Pixels as the model's processor makes them: patches in the order of the tower's merged blocks.
 struct Image {
-  std::string sha256;  // of the pixels as they came, 32 bytes
-  DType dtype = DType::kF32;
+  std::string sha256;             // of the pixels as they came, 32 bytes
+  DType dtype = DType::kF32;      // of the pixels as they came
   bool from_bytes = false;        // they came as bytes; `pixels` are the numbers of those
+  bool rounded = false;           // `pixels` are those, rounded to bf16
   int64_t height = 0, width = 0;  // in patches
   int64_t rows = 0, columns = 0;  // of tokens
   bool row_breaks = false;        // in a prompt a token of the text stands between two rows
@@ -31,6 +32,9 @@ struct Image {
 
   static constexpr TokenId kNoToken = -1;
 
+  // Of `pixels`.
+  DType pixel_dtype() const { return rounded ? DType::kBF16 : dtype; }
+  void RoundPixels();
   int64_t tokens() const { return rows * columns; }
   // From the first token to the last in a prompt.
   int64_t span() const { return tokens() + (row_breaks ? rows - 1 : 0); }

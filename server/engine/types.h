@@ -211,6 +211,7 @@ struct ImageLimits {
       std::make_shared<const model::BytePixels>();
   bool bidirectional = false;  // Image::bidirectional
   int64_t fixed_side = 0;      // of every image, in patches; 0: any
+  bool rounds_pixels = false;  // to bf16: the backend computes with nothing else
 
   bool served() const { return token_id >= 0; }
   int64_t max_bytes() const;  // of an image's pixels

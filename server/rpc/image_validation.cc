@@ -320,6 +320,7 @@ std::vector<std::vector<engine::PlacedImage>> ReadImages(const Images& images,
   for (int i = 0; i < images.size() && violations->size() == before; ++i) {
     read[i]->pixels = CopyOf(images[i], absl::StrCat("images[", i, "]"), shared[i], violations);
     if (read[i]->from_bytes) read[i]->pixels = NumbersOf(read[i]->pixels, limits.images);
+    if (limits.images.rounds_pixels) read[i]->RoundPixels();
   }
   return placed;
 }

@@ -14,7 +14,8 @@
 //
 // requests: each a prompt of an image of 64 x 64 patches with 16 tokens of text on either side, 0
 // for none. "image prompt": one that comes alone, from pixels in fp32 to its first token. "image
-// prompts": all at once, to the last one's first token, for each of them.
+// prompts": all at once, to the last one's first token, for each of them. Pixels are rounded to
+// bf16 before they are submitted, as the server's calls do.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -228,6 +229,7 @@ class Bench {
     }
     const double begin = Milliseconds();
     for (const auto& image : images) {
+      image->RoundPixels();
       std::vector<engine::TokenId> prompt;
       for (int64_t i = 0; i < image->span() + 2 * kText; ++i) {
         const bool in_image = i >= kText && i < kText + image->span();

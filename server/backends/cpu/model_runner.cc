@@ -128,9 +128,9 @@ class CpuModelRunner final : public ModelRunner {
     try {
       const int64_t patches = image.height * image.width;
       const auto elements =
-          static_cast<int64_t>(image.pixels.size() / SizeOf(image.dtype)) / patches;
+          static_cast<int64_t>(image.pixels.size() / SizeOf(image.pixel_dtype())) / patches;
       const at::Tensor pixels = at::empty({patches, elements}, at::kFloat);
-      ToFloat(image.dtype,
+      ToFloat(image.pixel_dtype(),
               {reinterpret_cast<const std::byte*>(image.pixels.data()), image.pixels.size()},
               pixels.mutable_data_ptr<float>());
       const model::ImageGrid grid{/*frames=*/1, image.height, image.width};

@@ -443,7 +443,7 @@ class CudaAdapterBuilder final : public adapter::AdapterBuilder {
                                             count * 2, cudaMemcpyDeviceToHost),
                                  kLoading);
       ToFloat(view.dtype, part, theirs.data());
-      ToBf16(view.dtype, part, rounded.data());
+      ToBf16(view.dtype, part, reinterpret_cast<uint16_t*>(rounded.data()));
       for (int64_t i = 0; i < count; ++i) {
         const float value = __bfloat162float(ours[i]);
         const float in_file_dtype =

@@ -81,6 +81,7 @@ class CudaBackend final : public Backend {
     const KvSizes kv_sizes = CudaKvSizes(config, model_config);
     DORAD_RETURN_IF_ERROR(
         Describe(config, model_config, kv_sizes, AutoKvBytes(config, model_config, memory)));
+    info_.images.rounds_pixels = true;
     ledger_.SetGivesWay(
         {{"adapters", 0}, {"loading", 0}, {"kv", info_.kv_min_pages * kv_sizes.page_bytes}});
     const cuda::KvLayout kv = cuda::KvLayoutOf(model_config);

@@ -129,8 +129,8 @@ class VisionEncoder {
   const Chunk& CurrentChunk() const { return Chunks()[work_->chunk]; }
 
   // Where the host has the current chunk's pixels: chunks take turns.
-  __nv_bfloat16* Pixels() const {
-    return host_.as<__nv_bfloat16>() + work_->chunk % 2 * kPixelRows * vision_.patch_elements();
+  uint16_t* Pixels() const {
+    return host_.as<uint16_t>() + work_->chunk % 2 * kPixelRows * vision_.patch_elements();
   }
   void CopyPixels(const engine::Image& image, const Chunk& chunk);
   absl::Status Embed(const Chunk& chunk);

@@ -6,9 +6,9 @@
 #include "kernels/decoder/rms_norm.h"
 #include "kernels/dora/import.h"
 #include "kernels/vision/layer_norm.h"
-#include "server/backends/cuda/elements.h"
 #include "server/backends/cuda/vision_encoder.h"
 #include "server/platform/error.h"
+#include "server/platform/files/elements.h"
 
 namespace dorad::cuda {
 namespace {
@@ -21,13 +21,13 @@ constexpr char kImage[] = "computing an image";
 void VisionEncoder::CopyPixels(const engine::Image& image, const Chunk& chunk) {
   const int64_t patches_of_token = vision_.merge * vision_.merge;
   const int64_t elements = patches_of_token * vision_.patch_elements();
-  const auto bytes = elements * static_cast<int64_t>(SizeOf(image.dtype));
+  const auto bytes = elements * static_cast<int64_t>(SizeOf(image.pixel_dtype()));
   const auto* const from = reinterpret_cast<const std::byte*>(image.pixels.data());
-  __nv_bfloat16* to = Pixels();
+  uint16_t* to = Pixels();
   const int64_t first = chunk.begin / patches_of_token;
   const int64_t end = first + chunk.rows / patches_of_token;
   for (int64_t i = first; i < end; ++i, to += elements) {
-    ToBf16(image.dtype, {from + work_->tokens[i] * bytes, static_cast<size_t>(bytes)}, to);
+    ToBf16(image.pixel_dtype(), {from + work_->tokens[i] * bytes, static_cast<size_t>(bytes)}, to);
   }
 }
 

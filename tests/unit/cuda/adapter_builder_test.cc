@@ -194,7 +194,7 @@ TEST_P(AdapterBuilderTest, FactorsAreTheFilesRoundedAndLaidOut) {
       for (const bool is_b : {false, true}) {
         const TensorView& view = is_b ? module.b : module.a;
         std::vector<__nv_bfloat16> expected(static_cast<size_t>(view.num_elements()));
-        ToBf16(dtype, view.bytes, expected.data());
+        ToBf16(dtype, view.bytes, reinterpret_cast<uint16_t*>(expected.data()));
         const auto& served = got[3 * module.target.module_id + 1 + (is_b ? 1 : 0)];
         const int64_t columns = view.shape[1];
         for (int64_t row = 0; row < view.shape[0]; ++row) {

@@ -1,7 +1,11 @@
 #include "server/engine/images.h"
 
+#include <cstring>
+#include <span>
+
 #include "server/engine/image_store.h"
 #include "server/platform/error.h"
+#include "server/platform/files/elements.h"
 #include "tests/unit/support/test.h"
 
 namespace dorad::engine {
@@ -155,6 +159,38 @@ TEST(ImageStore, DropsTheLeastRecentlyUsedAndNotThoseOfTheRequest) {
   EXPECT_LE(store.use().bytes, 25);
   Prompts dropped = {{{0, Unstored('b', 0)}}};
   EXPECT_EQ(ReasonOf(store.Resolve("", absl::MakeSpan(dropped))), "IMAGE_MISSING");
+}
+
+TEST(Images, RoundsEveryPixelOnce) {
+  Image image;
+  std::vector<float> values(10000);
+  for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i) + 0.25f;
+  image.pixels.assign(reinterpret_cast<const char*>(values.data()), values.size() * 4);
+  std::vector<uint16_t> expected(values.size());
+  ToBf16(DType::kF32, std::as_bytes(std::span(values)), expected.data());
+  for (int times = 0; times < 2; ++times) {
+    image.RoundPixels();
+    ASSERT_EQ(image.pixels.size(), values.size() * 2);
+    EXPECT_EQ(std::memcmp(image.pixels.data(), expected.data(), image.pixels.size()), 0);
+  }
+}
+
+TEST(Images, RoundedPixelsLeaveTheIdentity) {
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    Image image;
+    image.sha256 = std::string(32, 'a');
+    image.dtype = dtype;
+    const std::string identity = image.identity();
+    image.RoundPixels();
+    EXPECT_EQ(image.pixel_dtype(), dtype);  // there are none
+    image.pixels = std::string(6 * SizeOf(dtype), '\x3c');
+    for (int i = 0; i < 2; ++i) {
+      image.RoundPixels();
+      EXPECT_EQ(image.pixel_dtype(), DType::kBF16);
+      EXPECT_EQ(image.pixels.size(), 12u);
+    }
+    EXPECT_EQ(image.identity(), identity);
+  }
 }
 
 TEST(ImageStore, GivesDifferentImagesDifferentKeys) {

@@ -93,6 +93,26 @@ TEST(ImageValidation, MakesThePixelsOfBytes) {
   EXPECT_THAT(RefusalOf(WithImage(image), limits), ElementsAre("images[0].data IMAGE_DATA_SIZE"));
 }
 
+TEST(ImageValidation, RoundsPixelsForABackendThatComputesWithBf16) {
+  RequestLimits limits = ImageLimits();
+  limits.engine.images.rounds_pixels = true;
+  const v1::Image wire = Good(1);
+  const auto input = ParseGenerate(WithImage(wire), limits, {});
+  ASSERT_TRUE(input.ok()) << input.status();
+  const engine::Image& image = *input->images[0].image;
+  EXPECT_EQ(image.pixel_dtype(), DType::kBF16);
+  EXPECT_EQ(image.pixels.size(), 48u);
+  // What the client knows it by.
+  const auto digest = Sha256Of(wire.data());
+  EXPECT_EQ(image.sha256, std::string(digest.begin(), digest.end()));
+  v1::Image named = wire;
+  named.clear_data();
+  named.set_sha256(image.sha256);
+  const auto later = ParseGenerate(WithImage(named), limits, {});
+  ASSERT_TRUE(later.ok()) << later.status();
+  EXPECT_EQ(later->images[0].image->identity(), image.identity());
+}
+
 struct Bad {
   const char* name;
   std::function<void(v1::Image*)> change;
