@@ -19,6 +19,7 @@ constexpr int64_t kLookAhead = 512;
 
 DraftPace::DraftPace(int64_t most, bool trusts) : most_(most) {
   if (trusts) return;
+  longest_ = kLeastLength;
   right_ = 0;
   wrong_ = 1;
 }
@@ -40,7 +41,7 @@ void DraftPace::Verified(int64_t right, bool all_right) {
   wrong_ = kKept * wrong_ + (all_right ? kDoubt : 1);
 }
 
-int64_t DraftPace::NextToCompare() const { return compared_.empty() ? kLeastLength : 0; }
+int64_t DraftPace::NextToCompare() const { return compared_.empty() ? longest_ : 0; }
 
 void DraftPace::Compare(absl::Span<const TokenId> guess) {
   compared_.assign(guess.begin(), guess.end());

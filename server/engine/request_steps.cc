@@ -204,9 +204,10 @@ void Request::Draft(const Chunk& chunk, int64_t tokens, const StepEnd& step) {
   const LogitParams& logits = generate->logits;
   const bool is_plain = !logits.any() && logits.bad_words.empty();
   const int64_t most = is_plain ? kLongestDraft : kLongestDraftWithLogitParams;
+  sample.answer_pace.Came(generated.last(tokens));
+  sample.ngram_pace.Came(generated.last(tokens));
   // The source's guess, as a draft if it pays.
   const auto guess = [&](DraftPace& pace, auto next) {
-    pace.Came(generated.last(tokens));
     const int64_t length = std::min(most, pace.Next(step.price));
     const auto guessed = next(length > 0 ? length : pace.NextToCompare());
     if (length > 0) {

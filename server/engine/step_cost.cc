@@ -21,7 +21,8 @@ void StepCost::Observe(int64_t rows, int64_t sequences, absl::Duration time) {
   if (weight_ < 8 || variance < 0.1 * mean * mean) return;
   const double row = (rows_time_ / weight_ - mean * time_ / weight_) / variance;
   const double fixed = time_ / weight_ - row * mean;
-  free_rows_ = row > 0 ? std::clamp(fixed / row, 1.0, 4096.0) : 4096.0;
+  // No less: times are noisy where steps are short.
+  free_rows_ = row > 0 ? std::clamp(fixed / row, 16.0, 4096.0) : 4096.0;
 }
 
 double StepCost::RowShare(int64_t rows) const {

@@ -147,7 +147,10 @@ def test_tensors_that_overlap_cannot_have_more_bytes_than_any_memory(server, soc
 
 
 def test_only_the_session_token_of_an_open_connection_is_good(server, zoo, socket_path) -> None:
-    before = server.metric("dorad_shared_memory_connections")
+    def has_no_connection() -> bool:
+        return server.metric("dorad_shared_memory_connections") == 0
+
+    wait_until(has_no_connection, what="the end of earlier connections")
     with Trainer(socket_path, zoo.adapter("slow", KIND)) as trainer:
         for session_token in (
             b"",
@@ -160,10 +163,7 @@ def test_only_the_session_token_of_an_open_connection_is_good(server, zoo, socke
             assert refusal.code == grpc.StatusCode.NOT_FOUND
         message = trainer.request("foreign")
     # A publish that overtakes the end of the connection would leave a failed version.
-    wait_until(
-        lambda: server.metric("dorad_shared_memory_connections") == before,
-        what="the end of the connection",
-    )
+    wait_until(has_no_connection, what="the end of the connection")
     assert refused(server, message).reason == "SHARED_MEMORY_SESSION_UNKNOWN"
     assert not server.wire.list_adapters("foreign")
 
