@@ -177,6 +177,7 @@ void EngineLoop::BeginSteps() {
 // none in flight, all images that wait for one another may go at once.
 void EngineLoop::EncodeImages() {
   Request* const request = images_.waiting()->request;
+  if (request->ending) return;
   const absl::Status status = images_.Encode(/*alone=*/pipeline_.empty());
   if (!status.ok()) BeginEnd(request, {status, {}});
 }
@@ -219,8 +220,12 @@ void EngineLoop::FinishStep() {
     Fail(step.chunks, step.outputs.status());
   } else {
     int64_t rows = 0;
-    for (const Chunk& chunk : step.chunks) rows += chunk.count;
-    cost_.Observe(rows, static_cast<int64_t>(step.chunks.size()), step.time);
+    bool has_prompt = false;
+    for (const Chunk& chunk : step.chunks) {
+      rows += chunk.count;
+      has_prompt = has_prompt || chunk.count > 1 + static_cast<int64_t>(chunk.draft.size());
+    }
+    if (!has_prompt) cost_.Observe(rows, step.time);
     const Request::StepEnd end = {rules_, step.now, metrics_,
                                   cost_.PriceOfDraft(scheduler_.running())};
     for (size_t i = 0; i < step.chunks.size(); ++i) {

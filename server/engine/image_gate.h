@@ -39,7 +39,7 @@ class ImageGate {
   // current schedule; nullptr: none waits.
   Sequence* waiting() const { return missing_.empty() ? nullptr : missing_.front().sequence; }
   // Computes its first missing image, or a piece of it. alone: no step is in flight; then also
-  // images behind it. The runner's statuses; a failure is that of waiting().
+  // images behind it, of the same adapter. The runner's statuses; a failure is that of waiting().
   absl::Status Encode(bool alone);
   // Drops all features that no sequence holds.
   void Clear();

@@ -21,15 +21,20 @@ std::string NameOf(const std::string& tenant, const Image& image) {
 
 absl::Status ImageStore::Resolve(const std::string& tenant,
                                  absl::Span<std::vector<PlacedImage>> prompts) {
-  // Outside of the lock, which the other requests need: an image has megabytes.
-  std::map<std::string, std::shared_ptr<Image>> copies;
-  for (const std::vector<PlacedImage>& places : prompts) {
-    for (const PlacedImage& place : places) {
-      if (place.image->key != 0 || place.image->pixels.empty()) continue;
-      std::shared_ptr<Image>& copy = copies[NameOf(tenant, *place.image)];
-      if (copy == nullptr) copy = std::make_shared<Image>(*place.image);
+  std::map<std::string, const Image*> unknown;
+  {
+    absl::MutexLock lock(&mu_);
+    for (const std::vector<PlacedImage>& places : prompts) {
+      for (const PlacedImage& place : places) {
+        if (place.image->key != 0 || place.image->pixels.empty()) continue;
+        const std::string name = NameOf(tenant, *place.image);
+        if (!entries_.contains(name)) unknown[name] = place.image.get();
+      }
     }
   }
+  // Outside of the lock, which the other requests need: an image has megabytes.
+  std::map<std::string, std::shared_ptr<Image>> copies;
+  for (const auto& [name, image] : unknown) copies[name] = std::make_shared<Image>(*image);
   std::set<std::string> missing;
   absl::MutexLock lock(&mu_);
   // A request may bring the pixels once and name them in other places. Its own images are all kept
@@ -44,7 +49,13 @@ absl::Status ImageStore::Resolve(const std::string& tenant,
           missing.insert(absl::BytesToHexString(place.image->sha256));
           continue;
         }
-        place.image = stored != nullptr ? std::move(stored) : Add(name, std::move(copies.at(name)));
+        if (stored == nullptr) {
+          std::shared_ptr<Image>& copy = copies[name];
+          // Evicted since.
+          if (copy == nullptr) copy = std::make_shared<Image>(*place.image);
+          stored = Add(name, std::move(copy));
+        }
+        place.image = std::move(stored);
       }
     }
   }

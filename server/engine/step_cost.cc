@@ -4,10 +4,8 @@
 
 namespace dorad::engine {
 
-void StepCost::Observe(int64_t rows, int64_t sequences, absl::Duration time) {
+void StepCost::Observe(int64_t rows, absl::Duration time) {
   constexpr double kKept = 0.98;
-  constexpr int64_t kMostRows = 8;  // of a sequence with a draft, in the mean
-  if (rows > kMostRows * sequences) return;
   const auto x = static_cast<double>(rows);
   const double y = absl::ToDoubleSeconds(time);
   weight_ = kKept * weight_ + 1;

@@ -11,8 +11,8 @@ namespace dorad::engine {
 
 class StepCost {
  public:
-  // A step of so many sequences. Those with prompts tell nothing: a row costs less among thousands.
-  void Observe(int64_t rows, int64_t sequences, absl::Duration time);
+  // Of a step without prompts: a row costs less among thousands.
+  void Observe(int64_t rows, absl::Duration time);
 
   // The share of the time of a step with so many rows that each of them adds, times the rows: 0 if
   // rows are free, 1 if a step takes no time but theirs.

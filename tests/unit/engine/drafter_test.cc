@@ -110,13 +110,12 @@ TEST(StepCostTest, LearnsWhatARowAdds) {
   StepCost cost;
   for (int i = 0; i < 200; ++i) {
     const int64_t rows = i % 4 == 0 ? 512 : 8;
-    cost.Observe(rows, 64, absl::Microseconds(4000 + 30 * rows));
-    cost.Observe(4096, 64, absl::Microseconds(20000));  // with prompts
+    cost.Observe(rows, absl::Microseconds(4000 + 30 * rows));
   }
   EXPECT_NEAR(cost.RowShare(8), 240.0 / 4240, 1e-3);
   EXPECT_NEAR(cost.RowShare(256), 7680.0 / 11680, 1e-3);
   // Steps of equal size change nothing.
-  for (int i = 0; i < 1000; ++i) cost.Observe(8, 8, absl::Milliseconds(9));
+  for (int i = 0; i < 1000; ++i) cost.Observe(8, absl::Milliseconds(9));
   EXPECT_LT(cost.RowShare(8), 0.2);
 }
 
