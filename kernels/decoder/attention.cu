@@ -8,14 +8,9 @@
 namespace dorad::kernels {
 namespace {
 
-// Slots for parts of rows of so many chunks. Rows in parts have more than two blocks' share of the
-// work each (attention_plan.cu), so that no more than blocks / (2 × kv_heads) rows are: 128 heads
-// of rows do for 256 blocks.
-int64_t MostSlots(const AttentionShape& shape, int64_t chunks) {
-  constexpr int64_t kLeastSlots = 2048;
-  constexpr int64_t kHeads = 128;
-  return std::max(kLeastSlots, kHeads / shape.kv_heads * chunks);
-}
+// Enough for a few very long rows to fill the GPU many times over.
+constexpr int64_t kLeastSlots = 2048;
+constexpr int64_t kMostPartBytes = 96 << 20;
 
 int64_t Aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -28,6 +23,14 @@ int64_t ListBytes(int64_t rows, int64_t slots) {
 
 int64_t PartBytes(const AttentionShape& shape) {
   return int64_t{shape.kv_heads} * AttentionPartFloats(shape) * 4;
+}
+
+// For rows of so many chunks. A row in parts is more than two blocks' share of the work
+// (attention_plan.cu): of rows that have no pages in common at most blocks / (2 × kv_heads) are.
+int64_t MostSlots(const AttentionShape& shape, int64_t chunks) {
+  constexpr int64_t kHeads = 128;  // half of an H200's blocks
+  const int64_t most = std::max(kLeastSlots, kMostPartBytes / PartBytes(shape));
+  return std::clamp(kHeads / shape.kv_heads * chunks, kLeastSlots, most);
 }
 
 bool IsValid(const AttentionShape& shape, const StepRows& rows) {

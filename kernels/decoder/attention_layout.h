@@ -81,7 +81,8 @@ struct AttentionHeader {
   int32_t items;
   int32_t joins;
   int32_t tiles;
-  int32_t join_blocks;  // of the row kernel's, the last ones: each joins a row's parts; or 0
+  int32_t join_blocks;  // of the row kernel's, the last ones: each joins a row's parts of a key
+                        // head; or 0
   // Counters of the running launch, zero between launches.
   int32_t next;
   int32_t done;

@@ -16,7 +16,7 @@ constexpr int64_t kSharePercent = 200;
 // queries, and not so few that blocks end at different times.
 constexpr int64_t kItemsOfBlock = 4;
 // Few joins, of at most a block in so many, have blocks of their own, which take parts as they
-// come: one after the other, after all of them, they would take as long as a chunk each.
+// come. Joined after all items, each part would take as long as a chunk.
 constexpr int64_t kJoinShare = 8;
 
 struct PlanArgs {

@@ -1,6 +1,6 @@
-// Single rows (decode). Persistent blocks take (item, key head) pairs, then joins of split rows:
-// one warp copies tiles into a ring of stages, ahead across items, and four warps compute. Defines
-// LaunchRowAttention and RowBlocks.
+// Single rows (decode). Persistent blocks take (item, key head) pairs, then joins of split rows; if
+// these are few, some blocks only join. One warp copies tiles into a ring of stages, ahead across
+// items, and four warps compute. Defines LaunchRowAttention and RowBlocks.
 #pragma once
 
 #include <algorithm>

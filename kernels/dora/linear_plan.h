@@ -91,12 +91,13 @@ inline constexpr bool IsMmaPanel(int tiles, int panel_rows, bool adapted) {
 
 struct MmaPlan {
   LinearPlan plan;
-  int cost;  // rows that a block fetches, of a stage
+  int cost;  // rows that a block fetches, each of a stage; and what meeting takes
 };
 
+// The panels and groups that cost least, with sums in so many pieces.
 inline MmaPlan PlanMmaPieces(const DoraLinearShape& shape, int rows, bool adapted, int processors,
                              int splits) {
-  // What the blocks of a panel's pieces take to meet.
+  // What the blocks of a panel's pieces take to meet, in rows of a stage.
   constexpr int kMeetCost = 1500;
   const int out = OutFeatures(shape);
   MmaPlan best = {{}, INT32_MAX};
@@ -126,7 +127,7 @@ inline MmaPlan PlanMmaPieces(const DoraLinearShape& shape, int rows, bool adapte
   return best;
 }
 
-// The same for MmaIsa: nothing but its a_chunks and splits changes the order of a sum, so that
+// PlanLinear for MmaIsa: nothing but its a_chunks and splits changes the order of a sum, so that
 // panels and groups may depend on the batch. A block has at most 128 rows of it.
 inline LinearPlan PlanMmaLinear(const DoraLinearShape& shape, int rows, bool adapted,
                                 int processors) {

@@ -29,7 +29,7 @@ size_t HBytes(const DoraLinearShape& shape, int rows, int max_rank) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// What each set keeps of divided tiles.
+// What each set keeps: Sm90Isa of divided tiles, MmaIsa of a sum's first piece.
 size_t GivenBytes(const DoraLinearShape& shape) {
   return OutFeatures(shape) > kLinearMostSplitOut
              ? kPrefillGivenBytes

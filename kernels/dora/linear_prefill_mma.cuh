@@ -2,9 +2,10 @@
 //
 // A block takes a tile of y after the other, 128 rows of the batch by kN rows of W, a quarter of
 // these for each warp and half of the rows. (x, W) pairs of 64 elements of K go through a ring of
-// shared memory into mma.sync, then (h masked to a segment's rows, B of its slot), into the same
-// accumulators. All warps fetch and multiply: a barrier of each stage tells when it is there, and
-// another one when all have read it, so that no warp waits for the slowest one at once.
+// shared memory into mma.sync, then (h masked to a segment's rows, B of its slot), into the
+// accumulators of the last piece of K. All warps fetch and multiply: a barrier of each stage tells
+// when it is there, and another one when all have read it, so that no warp waits for the slowest
+// one at once.
 //
 // First all blocks shrink: panels of rows of A over all of K, summed in pieces as DoraLinear's,
 // into h. Few panels are divided into these pieces: the block that ends its piece last adds them

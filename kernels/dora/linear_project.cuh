@@ -12,7 +12,8 @@
 // all blocks are added up: linear_shrink.cuh.
 //
 // Of MmaIsa the blocks of a group of rows of the batch, blockIdx.y, do all this for its rows, apart
-// from those of other groups.
+// from those of other groups. Its splits of K are no cluster: sums of the first one go through
+// device memory to the second one, which has all of the rank.
 //
 // A cluster is the splits of a panel, whose sums are added, and siblings: adjacent panels, which
 // fetch x together, each a share of the rows for all.
