@@ -21,20 +21,16 @@ std::string NameOf(const std::string& tenant, const Image& image) {
 
 absl::Status ImageStore::Resolve(const std::string& tenant,
                                  absl::Span<std::vector<PlacedImage>> prompts) {
-  std::map<std::string, const Image*> unknown;
-  {
-    absl::MutexLock lock(&mu_);
-    for (const std::vector<PlacedImage>& places : prompts) {
-      for (const PlacedImage& place : places) {
-        if (place.image->key != 0 || place.image->pixels.empty()) continue;
-        const std::string name = NameOf(tenant, *place.image);
-        if (!entries_.contains(name)) unknown[name] = place.image.get();
-      }
+  // New ones, outside of the lock, which the other requests need: an image has megabytes.
+  std::map<std::string, std::shared_ptr<Image>> copies;
+  for (const std::vector<PlacedImage>& places : prompts) {
+    for (const PlacedImage& place : places) {
+      if (place.image->key != 0 || place.image->pixels.empty()) continue;
+      const std::string name = NameOf(tenant, *place.image);
+      if (copies.contains(name) || Contains(name)) continue;
+      copies[name] = std::make_shared<Image>(*place.image);
     }
   }
-  // Outside of the lock, which the other requests need: an image has megabytes.
-  std::map<std::string, std::shared_ptr<Image>> copies;
-  for (const auto& [name, image] : unknown) copies[name] = std::make_shared<Image>(*image);
   std::set<std::string> missing;
   absl::MutexLock lock(&mu_);
   // A request may bring the pixels once and name them in other places. Its own images are all kept
@@ -66,6 +62,11 @@ absl::Status ImageStore::Resolve(const std::string& tenant,
                                 absl::StrCat("the server does not have the images with SHA-256 ",
                                              digests, ": send them with their data")),
                       "sha256", digests);
+}
+
+bool ImageStore::Contains(const std::string& name) const {
+  absl::MutexLock lock(&mu_);
+  return entries_.contains(name);
 }
 
 std::shared_ptr<const Image> ImageStore::Find(const std::string& name) {

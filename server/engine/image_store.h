@@ -38,6 +38,7 @@ class ImageStore {
     std::list<std::string>::iterator place;  // in order_
   };
 
+  bool Contains(const std::string& name) const ABSL_LOCKS_EXCLUDED(mu_);
   std::shared_ptr<const Image> Find(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::shared_ptr<const Image> Add(const std::string& name, std::shared_ptr<Image> image)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
