@@ -252,35 +252,34 @@ class PrefillMmaBlock {
   // take too many registers.
   template <int kColumns>
   static constexpr int kFours = 64 * kColumns / 32 / 4;
-  template <int kColumns>
-  __device__ float4* Kept() const {
+  // f(where a four is kept, the four) for all of them.
+  template <int kColumns, typename F>
+  __device__ void ForEachFour(float (&d)[4][kColumns / 8][4], F f) const {
     // Else the compiler would hold the address all the time.
     int first = static_cast<int>(blockIdx.x) * kFours<kColumns> * kPrefillMmaThreads;
     asm volatile("" : "+r"(first));
-    return args_.kept + first + threadIdx.x;
+    float4* const kept = args_.kept + first + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < kFours<kColumns>; ++i) {
+      f(kept + i * kPrefillMmaThreads, d[i / (kColumns / 8)][i % (kColumns / 8)]);
+    }
   }
   template <int kColumns>
   __device__ void Keep(float (&d)[4][kColumns / 8][4]) const {
-    float4* to = Kept<kColumns>();
-#pragma unroll
-    for (int i = 0; i < kFours<kColumns>; ++i) {
-      float(&sum)[4] = d[i / (kColumns / 8)][i % (kColumns / 8)];
-      __stcg(to + i * kPrefillMmaThreads, make_float4(sum[0], sum[1], sum[2], sum[3]));
+    ForEachFour<kColumns>(d, [](float4* kept, float(&sum)[4]) {
+      __stcg(kept, make_float4(sum[0], sum[1], sum[2], sum[3]));
       sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
-    }
+    });
   }
   template <int kColumns>
   __device__ void AddKept(float (&d)[4][kColumns / 8][4]) const {
-    const float4* from = Kept<kColumns>();
-#pragma unroll
-    for (int i = 0; i < kFours<kColumns>; ++i) {
-      const float4 kept = __ldcg(from + i * kPrefillMmaThreads);
-      float(&sum)[4] = d[i / (kColumns / 8)][i % (kColumns / 8)];
-      sum[0] += kept.x;
-      sum[1] += kept.y;
-      sum[2] += kept.z;
-      sum[3] += kept.w;
-    }
+    ForEachFour<kColumns>(d, [](const float4* kept, float(&sum)[4]) {
+      const float4 first = __ldcg(kept);
+      sum[0] += first.x;
+      sum[1] += first.y;
+      sum[2] += first.z;
+      sum[3] += first.w;
+    });
   }
 
   // The warp's products of the next `stages`, if it is active, while the fetcher runs ahead. What a
