@@ -20,8 +20,8 @@ constexpr size_t kAlignment = 256;
 // Tiles of 64 rows of the batch: 1, 2 or 4, as the kernels are built.
 int BatchTiles(int rows) { return rows <= 64 ? 1 : rows <= 128 ? 2 : 4; }
 
-// Panels that share x. Clusters of more than two blocks would leave multiprocessors idle.
-int Siblings(const LinearPlan& plan, int rows) { return plan.splits == 1 && rows > 64 ? 2 : 1; }
+// Of the panels that share x, 1 or 2. More in a cluster would leave multiprocessors idle.
+int LogSiblings(const LinearPlan& plan, int rows) { return plan.splits == 1 && rows > 64 ? 1 : 0; }
 
 bool Valid(const DoraLinearShape& shape, int rows, int max_rank) {
   if (rows < 1 || rows > kDoraLinearMaxRows || max_rank < 0 || max_rank > INT16_MAX - 7) {
@@ -75,13 +75,13 @@ namespace {
 
 // What both instruction sets have in common.
 template <typename Isa>
-cudaError_t Prepare(const DoraLinearParams& params, const LinearPlan& plan, int siblings,
+cudaError_t Prepare(const DoraLinearParams& params, const LinearPlan& plan, int log_siblings,
                     int x_rows, LinearLaunch<Isa>* launch) {
   const DoraLinearShape& shape = params.shape;
   LinearArgs& args = launch->args;
   args.p = params;
   args.plan = plan;
-  args.siblings = siblings;
+  args.log_siblings = log_siblings;
   args.x_rows = x_rows;
   for (int p = 0; p < kDoraLinearMaxParts; ++p) {
     args.part_begin[p + 1] = args.part_begin[p] + (p < shape.parts ? shape.out[p] : 0);
@@ -97,7 +97,7 @@ cudaError_t Prepare(const DoraLinearParams& params, const LinearPlan& plan, int 
   const auto encode_x = [&](int box_rows, auto* map) {
     return EncodeMatrix(params.x, params.rows, shape.in, shape.in, box_rows, map);
   };
-  DORAD_CUDA_RETURN_IF_ERROR(encode_x(x_rows / siblings, &launch->x_map));
+  DORAD_CUDA_RETURN_IF_ERROR(encode_x(x_rows >> log_siblings, &launch->x_map));
   DORAD_CUDA_RETURN_IF_ERROR(encode_x(std::min(x_rows, 64), &launch->x_tile_map));
   return EncodeMatrix(params.w, OutFeatures(shape), shape.in, shape.in, plan.panel_rows,
                       &launch->w_map);
@@ -114,11 +114,11 @@ cudaError_t DoraLinearSm90(const DoraLinearParams& params, int processors, cudaS
   launch.processors = processors;
   launch.stream = stream;
   const LinearPlan plan = PlanLinear(params.shape, processors);
-  const int siblings = Siblings(plan, params.rows);
+  const int log_siblings = LogSiblings(plan, params.rows);
   // The shrink fetches tiles of 64 rows.
   const int x_rows =
-      RoundUp(params.rows, params.rows > 64 && params.max_rank > 0 ? 64 : 8 * siblings);
-  DORAD_CUDA_RETURN_IF_ERROR(Prepare(params, plan, siblings, x_rows, &launch));
+      RoundUp(params.rows, params.rows > 64 && params.max_rank > 0 ? 64 : 8 << log_siblings);
+  DORAD_CUDA_RETURN_IF_ERROR(Prepare(params, plan, log_siblings, x_rows, &launch));
   switch (BatchTiles(params.rows)) {
     case 1:
       return Launch<Sm90Isa, 1>(launch);
@@ -137,7 +137,7 @@ cudaError_t DoraLinearMma(const DoraLinearParams& params, const LinearPlan& plan
   launch.stream = stream;
   // As many as a warp multiplies. The shrink fetches tiles of 64.
   const int x_rows = RoundUp(plan.group_rows, 16 * Isa::kRowBlocks);
-  DORAD_CUDA_RETURN_IF_ERROR(Prepare(params, plan, /*siblings=*/1, x_rows, &launch));
+  DORAD_CUDA_RETURN_IF_ERROR(Prepare(params, plan, /*log_siblings=*/0, x_rows, &launch));
   return Launch<Isa, kM>(launch);
 }
 

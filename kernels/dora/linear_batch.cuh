@@ -29,6 +29,7 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
   using Block::HasShares;
   using Block::kTileBytes;
   using Block::lane_;
+  using Block::LogSiblings;
   using Block::ring_;
   using Block::rows_;
   using Block::shared_;
@@ -81,10 +82,10 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
         });
       });
     };
-    const int box_rows = args_.x_rows / args_.siblings;
+    const int box_rows = args_.x_rows >> LogSiblings();
     uint16_t blocks = 0;
 #pragma unroll 1
-    for (int i = 0; i < args_.siblings; ++i) {
+    for (int i = 0; i < 1 << LogSiblings(); ++i) {
       blocks |= 1 << (i << args_.plan.log_splits | split_);
     }
     const typename Isa::Rows x_rows =
@@ -96,7 +97,7 @@ class ProjectBatch : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
           for (int i = 0; i < count; ++i) {
             const uint32_t to = ring_.batch() + i * x_bytes_;
             const int column = (chunk + i) * kLinearStageK;
-            if (args_.siblings == 1) {
+            if (LogSiblings() == 0) {
               Isa::Fetch(to, x_rows, column, ring_.batch_full());
             } else if constexpr (Isa::kHasClusters) {
               CopyTensorBoxToBlocks(to + sibling_ * box_rows * 2 * kLinearStageK, x_map, column,

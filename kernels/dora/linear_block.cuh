@@ -57,8 +57,15 @@ struct ProjectConfig {
       kM == 1 && kAdapted ? std::max(96 * 1024 / kWeightBytes, 1) : 0;
   // More than an even share of the registers for consumers; the others have the rest.
   static constexpr bool kMovesRegisters = Isa::kMovesRegisters && kThreads > 256;
-  static constexpr int kProducerRegisters = kM == 4 ? (kPanel <= 64 ? 56 : 40) : kM == 2 ? 88 : 136;
-  static constexpr int kEvenRegisters = 65536 / kThreads / 8 * 8;
+  // Whose registers leave room for another block: in small models the next kernel's, which fetches
+  // its first weights meanwhile.
+  static constexpr bool kLeavesRoom = Isa::kHasClusters && kM == 1 && kPanel <= 64;
+  static constexpr int kBlocks = kLeavesRoom ? 2 : 1;  // of a multiprocessor
+  static constexpr int kProducerRegisters = kM == 4       ? (kPanel <= 64 ? 56 : 40)
+                                            : kM == 2     ? 88
+                                            : kLeavesRoom ? 64
+                                                          : 136;
+  static constexpr int kEvenRegisters = 65536 / kThreads / kBlocks / 8 * 8;
   static constexpr int kProducerGroups = kThreads / 128 - kGroups;
   static constexpr int kConsumerRegisters =
       (kThreads / 128 * kEvenRegisters - kProducerGroups * kProducerRegisters) / kGroups;
@@ -99,13 +106,13 @@ class ProjectBlock {
               Config::kWeightBytes + Config::kStageChunks * x_bytes_),
         exchange_(dynamic + args.stages * (Config::kWeightBytes + Config::kStageChunks * x_bytes_)),
         split_(blockIdx.x & (args.plan.splits - 1)),
-        sibling_(Isa::kHasClusters ? (blockIdx.x >> args.plan.log_splits) % args.siblings : 0),
+        sibling_((blockIdx.x >> args.plan.log_splits) & ((1 << LogSiblings()) - 1)),
         lane_(threadIdx.x % 32) {}
 
   // One warp.
   __device__ static void InitBarriers(const LinearArgs& args, Shared& shared) {
     shared.ring.Init(args.stages, Config::kWeightWarps, Config::kXWarps,
-                     args.siblings * Config::kConsumerWarps);
+                     Config::kConsumerWarps << LogSiblings(args));
     if (threadIdx.x % 32 == 0) {
       BarrierInit(SharedAddress(&shared.tables_filled), 32);
       BarrierInit(SharedAddress(&shared.staged), 32 * Config::kAdders);
@@ -166,13 +173,18 @@ class ProjectBlock {
     }
   }
 
+  // Known for small batches: their blocks have none.
+  __device__ static int LogSiblings(const LinearArgs& args) {
+    return Isa::kHasClusters && kM > 1 ? args.log_siblings : 0;
+  }
+  __device__ int LogSiblings() const { return LogSiblings(args_); }
+
   __device__ int Cluster() const {
-    if constexpr (!Isa::kHasClusters) return static_cast<int>(blockIdx.x) >> args_.plan.log_splits;
-    return static_cast<int>(blockIdx.x >> args_.plan.log_splits) / args_.siblings;
+    return static_cast<int>(blockIdx.x) >> args_.plan.log_splits >> LogSiblings();
   }
   // An adapted launch may have more blocks than panels, for the shrink.
   __device__ bool HasPanel() const {
-    return !kAdapted || Cluster() * args_.siblings < args_.plan.panels;
+    return !kAdapted || Cluster() << LogSiblings() < args_.plan.panels;
   }
 
   // f(panel's cluster as its first row of W, the block's own first row, whether it is the block's
@@ -189,11 +201,11 @@ class ProjectBlock {
       } while (panel < args_.plan.panels);
       return;
     }
-    const int clusters = static_cast<int>(gridDim.x >> args_.plan.log_splits) / args_.siblings;
-    const int group_rows = args_.siblings * kPanel;
+    const int clusters = static_cast<int>(gridDim.x) >> args_.plan.log_splits >> LogSiblings();
+    const int group_rows = kPanel << LogSiblings();
     bool first = true;
 #pragma unroll 1
-    for (int group = Cluster(); first || group * args_.siblings < args_.plan.panels;
+    for (int group = Cluster(); first || group << LogSiblings() < args_.plan.panels;
          group += clusters) {
       f(group * group_rows, group * group_rows + sibling_ * kPanel, first);
       first = false;
@@ -203,8 +215,7 @@ class ProjectBlock {
   // The stages over the rank, the same for a cluster's blocks.
   template <typename F>
   __device__ void ForEachRank(int group, F f) const {
-    const int siblings = Isa::kHasClusters ? args_.siblings : 1;
-    ForEachRankRange<Isa>(args_, tables_, group, group + siblings * kPanel, split_, f);
+    ForEachRankRange<Isa>(args_, tables_, group, group + (kPanel << LogSiblings()), split_, f);
   }
 
   // Whether a panel has rows of the part.

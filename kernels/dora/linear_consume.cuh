@@ -28,6 +28,7 @@ class ProjectConsumers : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
   using Block::HasShares;
   using Block::kTileBytes;
   using Block::lane_;
+  using Block::LogSiblings;
   using Block::ring_;
   using Block::rows_;
   using Block::shared_;
@@ -131,9 +132,9 @@ class ProjectConsumers : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
 
   // Gives a stage back, to all who fetch into it. One warp.
   __device__ void Release(int stage) const {
-    if (!Isa::kHasClusters || args_.siblings == 1) {
+    if (LogSiblings() == 0) {
       if (lane_ == 0) BarrierArrive(ring_.empty(stage));
-    } else if (lane_ < args_.siblings) {
+    } else if (lane_ < 1 << LogSiblings()) {
       BarrierArriveRemote(
           RemoteAddress(ring_.empty(stage), lane_ << args_.plan.log_splits | split_));
     }

@@ -20,6 +20,10 @@ inline constexpr int kAlignBytes = 1024;  // the most that the ring's alignment 
 inline constexpr int kFlightBytes = 96 * 1024;
 inline constexpr int kShortFlightBytes = 48 * 1024;
 inline constexpr int kShortBytes = 512 * 1024;  // of weights, of a block
+// With less to fetch, weights counted twice, a block leaves half of the shared memory to the next
+// kernel's. Longer ones are faster with more stages (measured with Qwen3-0.6B's shape).
+inline constexpr int kTinyBytes = 280 * 1024;
+inline constexpr int kHalfSharedBytes = (228 / 2 - 1) * 1024;  // 1 KiB of each is the system's
 
 // The dynamic shared memory of a block: a ring of stages, and the buffers after it.
 struct RingFit {
@@ -56,9 +60,11 @@ cudaError_t SharedBytes(int* bytes) {
 // Whether at least two stages fit for any batch.
 template <typename Isa, int kM, int kPanel, bool kAdapted>
 constexpr bool AlwaysFits() {
+  constexpr bool kLeavesRoom = ProjectConfig<Isa, kM, kPanel, kAdapted>::kLeavesRoom;
+  constexpr int kSharedBytes = kLeavesRoom ? kHalfSharedBytes : Isa::kSharedBytes;
   for (int x_rows = 8; x_rows <= 64 * kM; x_rows += 8) {
     for (const int splits : {1, 2}) {
-      if (FitRing<Isa, kM, kPanel, kAdapted>(splits, x_rows, Isa::kSharedBytes).stages < 2) {
+      if (FitRing<Isa, kM, kPanel, kAdapted>(splits, x_rows, kSharedBytes).stages < 2) {
         return false;
       }
     }
@@ -92,16 +98,21 @@ cudaError_t LaunchProjectPanel(const LinearLaunch<Isa>& launch) {
   static_assert(AlwaysFits<Isa, kM, kPanel, kAdapted>());
   int shared_bytes = 0;
   DORAD_CUDA_RETURN_IF_ERROR(SharedBytes<Isa>(&shared_bytes));
+  const int chunks = args.plan.chunks / args.plan.splits;
+  const int weight_bytes = chunks * Config::kChunkBytes;  // of a panel
+  const int x_bytes = chunks * args.x_rows * 2 * kLinearStageK;
+  if (Config::kLeavesRoom && 2 * weight_bytes + x_bytes <= kTinyBytes) {
+    shared_bytes = kHalfSharedBytes;
+  }
   const RingFit fit =
       FitRing<Isa, kM, kPanel, kAdapted>(args.plan.splits, args.x_rows, shared_bytes);
   args.stages = fit.stages;
-  const bool is_short = kAdapted && kM == 1 &&
-                        args.plan.chunks / args.plan.splits * Config::kChunkBytes < kShortBytes;
+  const bool is_short = kAdapted && kM == 1 && weight_bytes < kShortBytes;
   const int flight_bytes = is_short ? kShortFlightBytes : kFlightBytes;
   args.flight = std::min(args.stages, std::max(flight_bytes / Config::kWeightBytes, 2));
-  const int blocks = args.siblings * args.plan.splits;  // a piece of K of a panel each
+  const int blocks = args.plan.splits << args.log_siblings;  // a piece of K of a panel each
   const int cluster = Isa::kHasClusters ? blocks : 1;
-  const int groups = CeilDiv(args.plan.panels, args.siblings);
+  const int groups = CeilDiv(args.plan.panels, 1 << args.log_siblings);
   // With splits in a cluster each block has one panel; else blocks take several.
   const int processors = launch.processors / args.plan.row_groups;
   int clusters = Isa::kHasClusters && args.plan.splits > 1

@@ -10,7 +10,7 @@ namespace dorad::kernels {
 
 template <typename Isa>
 struct LinearLaunch {
-  typename Isa::Matrix x_map;       // boxes of args.x_rows / siblings rows
+  typename Isa::Matrix x_map;       // boxes of x_rows >> log_siblings rows
   typename Isa::Matrix x_tile_map;  // boxes of min(64, args.x_rows) rows
   typename Isa::Matrix w_map;
   LinearArgs args;  // except stages and flight

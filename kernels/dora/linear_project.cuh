@@ -53,7 +53,7 @@ __device__ void RunProject(const typename Isa::Matrix* w_map, const typename Isa
   const bool is_consumer = warp < Config::kConsumerWarps;
   const bool is_weight_producer =
       Config::FetchesWeights(warp) && threadIdx.x % 32 < Isa::kFetchThreads;
-  const bool is_cluster = Isa::kHasClusters && args.siblings << args.plan.log_splits > 1;
+  const bool is_cluster = Isa::kHasClusters && args.log_siblings + args.plan.log_splits > 0;
   if (warp == Config::kConsumerWarps) {
     weights.InitBarriers(args, shared);
     NamedBarrierArrive(1, Config::kThreads);
@@ -98,7 +98,8 @@ __device__ void RunProject(const typename Isa::Matrix* w_map, const typename Isa
 }
 
 template <typename Isa, int kM, int kPanel, bool kAdapted>
-__global__ void __launch_bounds__(ProjectConfig<Isa, kM, kPanel, kAdapted>::kThreads, 1)
+__global__ void __launch_bounds__(ProjectConfig<Isa, kM, kPanel, kAdapted>::kThreads,
+                                  (ProjectConfig<Isa, kM, kPanel, kAdapted>::kBlocks))
     ProjectKernel(const __grid_constant__ typename Isa::Matrix w_map,
                   const __grid_constant__ typename Isa::Matrix x_map,
                   const __grid_constant__ typename Isa::Matrix x_tile_map,

@@ -28,6 +28,7 @@ class ProjectWeights : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
   using Block::HasPart;
   using Block::lane_;
   using Block::LeadStages;
+  using Block::LogSiblings;
   using Block::ring_;
   using Block::shared_;
   using Block::sibling_;
@@ -42,7 +43,7 @@ class ProjectWeights : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
   __device__ void Start(const typename Isa::Matrix* w_map) {
     if (!HasPanel()) return;
     const int most = kAdapted ? LeadStages() : args_.flight;
-    const int row = (Cluster() * args_.siblings + sibling_) * kPanel;
+    const int row = ((Cluster() << LogSiblings()) + sibling_) * kPanel;
     const auto rows = RowsOf<kPanel>(w_map, row);
     ForEachStage(FirstChunk(), EndChunk(), [&](int chunk, int count) {
       if (started_ == most) return;

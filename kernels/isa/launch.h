@@ -31,6 +31,9 @@ cudaError_t AllowSharedMemory(void (*kernel)(Parameters...)) {
   DORAD_CUDA_RETURN_IF_ERROR(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            most - static_cast<int>(attributes.sharedSizeBytes)));
+  // Blocks of the next kernel may fit beside this one's.
+  DORAD_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
+      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   done.emplace(kernel, device);
   return cudaSuccess;
 }

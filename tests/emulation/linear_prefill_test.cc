@@ -180,7 +180,7 @@ class Layer : public RandomLayer {
     args.is_given = is_given.data();
     std::copy_n(args_.part_begin, kDoraLinearMaxParts + 1, args.part_begin);
     args.x_rows = RoundUp(rows, 16);
-    args.siblings = 1;
+    args.log_siblings = 0;
     args.stages = 3;
     args.flight = 2;
     args.ldh = RoundUp(max_rank_, 8);

@@ -126,7 +126,7 @@ class Layer : public RandomLayer {
 
   void RunSm90(LinearArgs args) {
     const int tiles = args.p.rows <= 64 ? 1 : args.p.rows <= 128 ? 2 : 4;
-    args.siblings = args.plan.splits == 1 && tiles > 1 ? 2 : 1;
+    args.log_siblings = args.plan.splits == 1 && tiles > 1 ? 1 : 0;
     args.x_rows = RoundUp(args.p.rows, tiles == 1 ? 8 : 64);
     if (tiles == 1) return RunWidths<Sm90Isa, 1>(args);
     if (tiles == 2) return RunWidths<Sm90Isa, 2>(args);
@@ -135,7 +135,7 @@ class Layer : public RandomLayer {
 
   // As DoraLinear does it.
   void RunMma(LinearArgs args) {
-    args.siblings = 1;
+    args.log_siblings = 0;
     args.plan = PlanMmaPieces(case_.shape, args.p.rows, args.p.max_rank > 0,
                               2 * (case_.cut.teams * kLinearSlices + 2), case_.cut.splits)
                     .plan;
@@ -187,7 +187,7 @@ class Layer : public RandomLayer {
     const int in = case_.shape.in;
     typename Isa::Matrix w_map, x_map, x_tile_map;
     EncodeMatrix(w_.data(), out_, in, in, kPanel, &w_map);
-    EncodeMatrix(x_.data(), rows, in, in, args.x_rows / args.siblings, &x_map);
+    EncodeMatrix(x_.data(), rows, in, in, args.x_rows >> args.log_siblings, &x_map);
     EncodeMatrix(x_.data(), rows, in, in, std::min(64, args.x_rows), &x_tile_map);
     args.stages = 2 + static_cast<int>(random_() % 3);
     args.flight = 1 + static_cast<int>(random_() % args.stages);
@@ -200,9 +200,9 @@ class Layer : public RandomLayer {
     const int bytes = args.stages * (Config::kWeightBytes +
                                      Config::kStageChunks * args.x_rows * 2 * kLinearStageK) +
                       after;
-    const int blocks = args.siblings * args.plan.splits;
+    const int blocks = args.plan.splits << args.log_siblings;
     const int cluster = Isa::kHasClusters ? blocks : 1;
-    int clusters = CeilDiv(args.plan.panels, args.siblings);
+    int clusters = CeilDiv(args.plan.panels, 1 << args.log_siblings);
     if (!Isa::kHasClusters || args.plan.splits == 1) clusters = std::min(clusters, 2);  // several
     // Some blocks have no panel, and some no part of the shrink.
     if (kAdapted) clusters = std::max(clusters, (case_.cut.teams * kLinearSlices + 2) / blocks);
