@@ -13,7 +13,7 @@ struct LinearLaunch {
   typename Isa::Matrix x_map;       // boxes of x_rows >> log_siblings rows
   typename Isa::Matrix x_tile_map;  // boxes of min(64, args.x_rows) rows
   typename Isa::Matrix w_map;
-  LinearArgs args;  // except stages and flight
+  LinearArgs args;  // except for PlanGrid's
   int processors;
   cudaStream_t stream;
 };

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "gtest/gtest.h"
+#include "kernels/dora/linear_grid.cuh"
 #include "kernels/dora/linear_project.cuh"
 #include "kernels/isa/mma/isa.cuh"
 #include "kernels/isa/sm90/isa.cuh"
@@ -189,28 +190,27 @@ class Layer : public RandomLayer {
     EncodeMatrix(w_.data(), out_, in, in, kPanel, &w_map);
     EncodeMatrix(x_.data(), rows, in, in, args.x_rows >> args.log_siblings, &x_map);
     EncodeMatrix(x_.data(), rows, in, in, std::min(64, args.x_rows), &x_tile_map);
-    args.stages = 2 + static_cast<int>(random_() % 3);
-    args.flight = 1 + static_cast<int>(random_() % args.stages);
-    // Where dynamic shared memory begins behind the static one.
-    constexpr uint32_t kDynamic = (sizeof(Shared) + 1023) / 1024 * 1024;
-    // What follows the ring, whose last tiles reach beyond it.
-    const int beyond = Isa::kHasCopyEngine ? 64 * kM - args.x_rows : 0;
-    const int after =
-        std::max(args.plan.splits > 1 ? Config::kExchangeBytes : 0, beyond * 2 * kLinearStageK);
-    const int bytes = args.stages * (Config::kWeightBytes +
-                                     Config::kStageChunks * args.x_rows * 2 * kLinearStageK) +
-                      after;
-    const int blocks = args.plan.splits << args.log_siblings;
-    const int cluster = Isa::kHasClusters ? blocks : 1;
-    int clusters = CeilDiv(args.plan.panels, 1 << args.log_siblings);
-    if (!Isa::kHasClusters || args.plan.splits == 1) clusters = std::min(clusters, 2);  // several
-    // Some blocks have no panel, and some no part of the shrink.
-    if (kAdapted) clusters = std::max(clusters, (case_.cut.teams * kLinearSlices + 2) / blocks);
+    // As production does it, with a ring of few stages: some blocks have several panels, some have
+    // none, and some have no part of the shrink.
+    const int wanted_stages = 2 + static_cast<int>(random_() % 3);
+    int shared_bytes = 0;
+    while (FitRing<Isa, kM, kPanel, kAdapted>(args.plan.splits, args.x_rows, shared_bytes).stages <
+           wanted_stages) {
+      shared_bytes += 512;
+    }
     const int groups = args.plan.row_groups;
+    const int processors =
+        kAdapted ? case_.cut.teams * kLinearSlices + 2 : 2 * args.plan.splits << args.log_siblings;
+    const auto planned =
+        PlanGrid<Isa, kM, kPanel, kAdapted>(processors * groups, shared_bytes, &args);
+    ASSERT_GE(args.stages, 2);
+    args.flight = 1 + static_cast<int>(random_() % args.flight);
+    // Where dynamic shared memory begins behind the static one, and nothing is lost by alignment.
+    constexpr uint32_t kDynamic = (sizeof(Shared) + 1023) / 1024 * 1024;
     int delay = static_cast<int>(random_() % 200);  // until x is there
     Grid grid(
-        clusters * blocks * groups, Config::kThreads, cluster, kDynamic + bytes,
-        [&delay] { return --delay < 0; },
+        planned.blocks * groups, Config::kThreads, planned.cluster,
+        kDynamic + planned.dynamic_bytes - kAlignBytes, [&delay] { return --delay < 0; },
         [&] {
           auto& shared = *reinterpret_cast<Shared*>(emulation::ThisBlock().shared);
           RunProject<Isa, kM, kPanel, kAdapted>(&w_map, &x_map, &x_tile_map, args, shared,
