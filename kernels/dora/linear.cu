@@ -20,7 +20,7 @@ constexpr size_t kAlignment = 256;
 // Tiles of 64 rows of the batch: 1, 2 or 4, as the kernels are built.
 int BatchTiles(int rows) { return rows <= 64 ? 1 : rows <= 128 ? 2 : 4; }
 
-// Of the panels that share x, 1 or 2. More in a cluster would leave multiprocessors idle.
+// log2 of the panels that share x, 1 or 2: more in a cluster would leave multiprocessors idle.
 int LogSiblings(const LinearPlan& plan, int rows) { return plan.splits == 1 && rows > 64 ? 1 : 0; }
 
 bool Valid(const DoraLinearShape& shape, int rows, int max_rank) {

@@ -28,7 +28,7 @@ struct LinearArgs {
   LinearPlan plan;
   int32_t part_begin[kDoraLinearMaxParts + 1];  // in rows of W
   int32_t x_rows;                               // of a block's batch, padded, in a stage
-  int32_t log_siblings;    // blocks of a cluster that share x, 1 or 2: panels next to each other
+  int32_t log_siblings;    // log2 of a cluster's blocks that share x, 1 or 2: adjacent panels
   int32_t stages;          // of the ring
   int32_t flight;          // stages of weights in flight at once
   int32_t ldh;             // max_rank, rounded up to 8

@@ -173,7 +173,7 @@ class ProjectBlock {
     }
   }
 
-  // Known for small batches: their blocks have none.
+  // log2 of the blocks that share x. Constant for small batches, whose blocks share none.
   __device__ static int LogSiblings(const LinearArgs& args) {
     return Isa::kHasClusters && kM > 1 ? args.log_siblings : 0;
   }

@@ -59,15 +59,15 @@ constexpr bool AlwaysFits() {
   return true;
 }
 
-// Blocks of a group of rows, all its clusters', and their dynamic shared memory.
+// Blocks of a group of rows, those of a cluster, and the dynamic shared memory of each.
 struct ProjectGrid {
   int blocks;
   int cluster;
   int dynamic_bytes;
 };
 
-// The launch on a device with so many multiprocessors, each block with at most so much shared
-// memory; completes args.
+// The launch on a device with so many multiprocessors, for blocks of at most so much shared memory,
+// static and dynamic. Sets stages and flight of args.
 template <typename Isa, int kM, int kPanel, bool kAdapted>
 ProjectGrid PlanGrid(int processors, int shared_bytes, LinearArgs* args) {
   using Config = ProjectConfig<Isa, kM, kPanel, kAdapted>;

@@ -10,10 +10,10 @@ namespace dorad::kernels {
 
 template <typename Isa>
 struct LinearLaunch {
-  typename Isa::Matrix x_map;       // boxes of x_rows >> log_siblings rows
+  typename Isa::Matrix x_map;       // boxes of args.x_rows >> args.log_siblings rows
   typename Isa::Matrix x_tile_map;  // boxes of min(64, args.x_rows) rows
   typename Isa::Matrix w_map;
-  LinearArgs args;  // except for PlanGrid's
+  LinearArgs args;  // PlanGrid completes them
   int processors;
   cudaStream_t stream;
 };
