@@ -3,6 +3,7 @@
 #include "kernels/decoder/attention_layout.h"
 #include "kernels/isa/dependent_launch.cuh"
 #include "kernels/isa/launch.h"
+#include "kernels/isa/shared.cuh"
 
 namespace dorad::kernels {
 namespace {
@@ -31,9 +32,14 @@ struct PlanArgs {
   AttentionSplit split;
 };
 
+struct PlanShared {
+  int64_t sums[kThreads / 32];
+  int32_t most[kThreads / 32];
+};
+
 // Exclusive prefix sum over the block; *total is the sum. All threads.
 __device__ int64_t BlockScan(int64_t value, int64_t* total) {
-  __shared__ int64_t sums[32];
+  int64_t* const sums = StaticShared<PlanShared>().sums;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int64_t sum = value;
   for (int offset = 1; offset < 32; offset *= 2) {
@@ -55,7 +61,7 @@ __device__ int64_t BlockScan(int64_t value, int64_t* total) {
 
 // Inclusive maximum over the block, and with `carry`; all threads. Values are at least -1.
 __device__ int32_t BlockMaxScan(int32_t value, int32_t* carry) {
-  __shared__ int32_t most[32];
+  int32_t* const most = StaticShared<PlanShared>().most;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int offset = 1; offset < 32; offset *= 2) {
     const int32_t other = __shfl_up_sync(0xFFFFFFFF, value, offset);

@@ -4,16 +4,16 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <type_traits>
 
-#include "kernels/common/host.h"
 #include "kernels/common/status.h"
 #include "kernels/decoder/attention_rows_compute.cuh"
 #include "kernels/decoder/attention_rows_copy.cuh"
 #include "kernels/isa/barrier.cuh"
 #include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/device.h"
 #include "kernels/isa/launch.h"
+#include "kernels/isa/shared.cuh"
 #include "kernels/isa/sm90/wgmma.cuh"
 
 namespace dorad::kernels {
@@ -43,8 +43,7 @@ template <typename C>
 __global__ void __launch_bounds__(C::threads, C::blocks)
     RowAttentionKernel(const __grid_constant__ Args<typename C::Isa> p) {
   LaunchDependents();
-  extern __shared__ uint8_t dynamic[];
-  RunRowBlock<C>(p, dynamic + (1024 - SharedAddress(dynamic) % 1024) % 1024);
+  RunRowBlock<C>(p, DynamicShared<1024>());
 }
 
 // Blocks that wait for each other's parts must run at the same time: no more than that.
@@ -57,17 +56,12 @@ cudaError_t BlocksAtOnce(int32_t* blocks) {
     return cudaSuccess;
   } else {
     static_assert(C::shared_bytes <= C::Isa::kSharedBytes && C::stages >= 1);
-    static std::atomic<int> known = 0;  // all devices are alike
-    if (known == 0) {
-      int of_one = 0, processors = 0;
-      DORAD_CUDA_RETURN_IF_ERROR(AllowSharedMemory(RowAttentionKernel<C>));
-      DORAD_CUDA_RETURN_IF_ERROR(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-          &of_one, RowAttentionKernel<C>, C::threads, C::shared_bytes));
-      DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&processors));
-      known = std::min(of_one, C::blocks) * processors;
-    }
-    *blocks = known;
-    return *blocks > 0 ? cudaSuccess : cudaErrorLaunchOutOfResources;
+    int processors = 0;
+    DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&processors));
+    DORAD_CUDA_RETURN_IF_ERROR(MostClustersAtOnce(RowAttentionKernel<C>, /*cluster=*/1, C::threads,
+                                                  C::shared_bytes, blocks));
+    *blocks = std::min(*blocks, C::blocks * processors);
+    return cudaSuccess;
   }
 }
 

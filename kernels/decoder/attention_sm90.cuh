@@ -16,26 +16,18 @@ namespace dorad::kernels {
 
 struct Sm90Pages : Sm90Attention {
   using Map = CUtensorMap;  // of a layer's keys or values
-  using Policy = uint64_t;  // what L2 should do with them
+  using Policy = CachePolicy;
 
   // [pages · kv_heads · kKvPageTokens, head_dim], in boxes of a page by one CacheTile block.
   template <int kHeadDim>
   static cudaError_t Encode(const __nv_bfloat16* cache, Map* map) {
-    if (TensorMapEncoder() == nullptr) return cudaErrorNotSupported;
     using Tile = CacheTile<kHeadDim>;
     // The true number of pages is not needed: page lists contain valid pages only.
-    const cuuint64_t sizes[2] = {kHeadDim, cuuint64_t{1} << 31};
-    const cuuint64_t strides[1] = {2 * kHeadDim};
-    const cuuint32_t box[2] = {Tile::kColumns, static_cast<cuuint32_t>(kKvPageTokens)};
-    const cuuint32_t element_strides[2] = {1, 1};
-    const CUtensorMapSwizzle swizzle = Tile::kColumns == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
-                                       : Tile::kColumns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                              : CU_TENSOR_MAP_SWIZZLE_32B;
-    const CUresult result = TensorMapEncoder()(
-        map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<__nv_bfloat16*>(cache), sizes, strides,
-        box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+    return EncodeTensor<2>(cache,
+                           {{kHeadDim, cuuint64_t{1} << 31},
+                            {kHeadDim},
+                            {Tile::kColumns, static_cast<cuuint32_t>(kKvPageTokens)}},
+                           map);
   }
 
   // One thread.
@@ -43,16 +35,8 @@ struct Sm90Pages : Sm90Attention {
   // Orders this thread's accesses to shared memory before later fetches to it.
   __device__ static void FenceStages() { FenceProxyAsync(); }
 
-  __device__ static Policy EvictFirst() {
-    Policy policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-  }
-  __device__ static Policy EvictLast() {
-    Policy policy;
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-  }
+  __device__ static Policy EvictFirst() { return kernels::EvictFirst(); }
+  __device__ static Policy EvictLast() { return kernels::EvictLast(); }
 
   // Keys to `destination`, values behind them. Whole warp.
   template <int kHeadDim>
@@ -69,21 +53,12 @@ struct Sm90Pages : Sm90Attention {
       if (box < kBoxes && in_tile >= pages.first && in_tile < pages.end) {
         const int block = box % Tile::kBlocks;
         const bool is_v = box / Tile::kBlocks % 2 == 1;
-        CopyCacheBox(destination + (is_v ? Tile::kBytes : 0) + block * Tile::kBlockBytes +
-                         in_tile * kKvPageTokens * Tile::kRowBytes,
-                     is_v ? &v : &k, block * Tile::kColumns, row, barrier, policy);
+        CopyTensorBoxBy(policy,
+                        destination + (is_v ? Tile::kBytes : 0) + block * Tile::kBlockBytes +
+                            in_tile * kKvPageTokens * Tile::kRowBytes,
+                        is_v ? &v : &k, block * Tile::kColumns, row, barrier);
       }
     }
-  }
-
- private:
-  __device__ static void CopyCacheBox(uint32_t destination, const Map* map, int column, int row,
-                                      uint32_t barrier, Policy policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(destination),
-        "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
-        : "memory");
   }
 };
 

@@ -14,6 +14,7 @@
 #include "kernels/isa/barrier.cuh"
 #include "kernels/isa/dependent_launch.cuh"
 #include "kernels/isa/launch.h"
+#include "kernels/isa/shared.cuh"
 #include "kernels/isa/sm90/wgmma.cuh"
 
 namespace dorad::kernels {
@@ -423,8 +424,7 @@ template <typename C>
 __global__ void __launch_bounds__(C::threads, 1)
     TileAttentionKernel(const __grid_constant__ Args<typename C::Isa> p) {
   LaunchDependents();
-  extern __shared__ uint8_t dynamic[];
-  RunTileBlock<C>(p, dynamic + (1024 - SharedAddress(dynamic) % 1024) % 1024);
+  RunTileBlock<C>(p, DynamicShared<1024>());
 }
 
 template <typename Isa, int kHeadDim>

@@ -8,7 +8,10 @@
 #include "kernels/decoder/delta_state.cuh"
 #include "kernels/isa/barrier.cuh"
 #include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/device.h"
+#include "kernels/isa/launch.h"
 #include "kernels/isa/memory.cuh"
+#include "kernels/isa/shared.cuh"
 #include "kernels/isa/sm90/copy.cuh"
 
 namespace dorad::kernels::delta {
@@ -205,9 +208,8 @@ __device__ void RunStepBlock(const DeltaParams& p, int items, Shared<Isa>& share
 template <typename Isa>
 __global__ void __launch_bounds__(kThreads + 32, kBlocks)
     StepKernel(const DeltaParams p, int items) {
-  extern __shared__ __align__(128) uint8_t dynamic[];
   LaunchDependents();
-  RunStepBlock<Isa>(p, items, *reinterpret_cast<Shared<Isa>*>(dynamic));
+  RunStepBlock<Isa>(p, items, *reinterpret_cast<Shared<Isa>*>(DynamicShared<128>()));
 }
 
 template <typename Isa>

@@ -8,6 +8,7 @@
 #include "kernels/dora/linear.h"
 #include "kernels/dora/linear_launch.h"
 #include "kernels/dora/linear_plan.h"
+#include "kernels/isa/device.h"
 #include "kernels/isa/mma/isa.cuh"
 #include "kernels/isa/sm90/isa.cuh"
 #include "kernels/isa/sm90/tensor_map.h"
@@ -109,11 +110,25 @@ cudaError_t Launch(const LinearLaunch<Isa>& launch) {
                                     : LaunchProject<Isa, kM, false>(launch);
 }
 
-cudaError_t DoraLinearSm90(const DoraLinearParams& params, int processors, cudaStream_t stream) {
+template <typename Isa, int kM>
+cudaError_t LaunchMma(const DoraLinearParams& params, const LinearPlan& plan, int processors,
+                      cudaStream_t stream) {
+  LinearLaunch<Isa> launch = {};
+  launch.processors = processors;
+  launch.stream = stream;
+  // As many as a warp multiplies. The shrink fetches tiles of 64.
+  const int x_rows = RoundUp(plan.group_rows, 16 * Isa::kRowBlocks);
+  DORAD_CUDA_RETURN_IF_ERROR(Prepare(params, plan, /*log_siblings=*/0, x_rows, &launch));
+  return Launch<Isa, kM>(launch);
+}
+
+}  // namespace
+
+cudaError_t LaunchLinearSm90(const DoraLinearParams& params, const LinearPlan& plan, int processors,
+                             cudaStream_t stream) {
   LinearLaunch<Sm90Isa> launch = {};
   launch.processors = processors;
   launch.stream = stream;
-  const LinearPlan plan = PlanLinear(params.shape, processors);
   const int log_siblings = LogSiblings(plan, params.rows);
   // The shrink fetches tiles of 64 rows.
   const int x_rows =
@@ -129,19 +144,12 @@ cudaError_t DoraLinearSm90(const DoraLinearParams& params, int processors, cudaS
   }
 }
 
-template <typename Isa, int kM>
-cudaError_t DoraLinearMma(const DoraLinearParams& params, const LinearPlan& plan, int processors,
-                          cudaStream_t stream) {
-  LinearLaunch<Isa> launch = {};
-  launch.processors = processors;
-  launch.stream = stream;
-  // As many as a warp multiplies. The shrink fetches tiles of 64.
-  const int x_rows = RoundUp(plan.group_rows, 16 * Isa::kRowBlocks);
-  DORAD_CUDA_RETURN_IF_ERROR(Prepare(params, plan, /*log_siblings=*/0, x_rows, &launch));
-  return Launch<Isa, kM>(launch);
+cudaError_t LaunchLinearMma(const DoraLinearParams& params, const LinearPlan& plan, int processors,
+                            cudaStream_t stream) {
+  if (plan.group_rows > 64) return LaunchMma<MmaIsa<1, 4, 2>, 2>(params, plan, processors, stream);
+  if (plan.group_rows > 32) return LaunchMma<MmaIsa<4>, 1>(params, plan, processors, stream);
+  return LaunchMma<MmaIsa<2>, 1>(params, plan, processors, stream);
 }
-
-}  // namespace
 
 cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
   const DoraLinearShape& shape = params.shape;
@@ -156,13 +164,11 @@ cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
   }
   int processors = 0;
   DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&processors));
-  if (params.isa == KernelIsa::kSm90) return DoraLinearSm90(params, processors, stream);
-  const LinearPlan plan = PlanMmaLinear(shape, params.rows, params.max_rank > 0, processors);
-  if (plan.group_rows > 64) {
-    return DoraLinearMma<MmaIsa<1, 4, 2>, 2>(params, plan, processors, stream);
-  }
-  return plan.group_rows > 32 ? DoraLinearMma<MmaIsa<4>, 1>(params, plan, processors, stream)
-                              : DoraLinearMma<MmaIsa<2>, 1>(params, plan, processors, stream);
+  return params.isa == KernelIsa::kSm90
+             ? LaunchLinearSm90(params, PlanLinear(shape, processors), processors, stream)
+             : LaunchLinearMma(params,
+                               PlanMmaLinear(shape, params.rows, params.max_rank > 0, processors),
+                               processors, stream);
 }
 
 }  // namespace dorad::kernels

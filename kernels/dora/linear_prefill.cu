@@ -6,6 +6,7 @@
 #include "kernels/dora/linear_plan.h"
 #include "kernels/dora/linear_prefill.h"
 #include "kernels/dora/linear_prefill_launch.h"
+#include "kernels/isa/device.h"
 
 namespace dorad::kernels {
 namespace {
@@ -47,6 +48,27 @@ size_t DoraLinearPrefillWorkspaceBytes(const DoraLinearShape& shape, int rows, i
                   HBytes(shape, sliced_rows, max_rank) + kPrefillSharesBytes);
 }
 
+PrefillLaunch LayOutPrefill(const DoraLinearPrefillParams& params, const LinearPlan& plan) {
+  const DoraLinearShape& shape = params.shape;
+  PrefillLaunch launch = {};
+  PrefillProblem& problem = launch.problem;
+  problem.p = params;
+  problem.plan = plan;
+  for (int p = 0; p < kDoraLinearMaxParts; ++p) {
+    problem.part_begin[p + 1] = problem.part_begin[p] + (p < shape.parts ? shape.out[p] : 0);
+  }
+  problem.ldh = RankRoom(params.max_rank);
+  problem.counters = static_cast<PrefillCounters*>(params.workspace);
+  auto* given = static_cast<uint8_t*>(params.workspace) + kDoraLinearSignalBytes;
+  uint8_t* h = given + GivenBytes(shape);
+  problem.h = reinterpret_cast<__nv_bfloat16*>(h);
+  launch.given = reinterpret_cast<float*>(given);
+  if (params.max_rank > 0 && params.rows <= kPrefillMostSlicedRows) {
+    launch.shares = reinterpret_cast<float*>(h + HBytes(shape, params.rows, params.max_rank));
+  }
+  return launch;
+}
+
 cudaError_t DoraLinearPrefill(const DoraLinearPrefillParams& params, cudaStream_t stream) {
   const DoraLinearShape& shape = params.shape;
   const bool is_sm90 = params.isa == KernelIsa::kSm90;
@@ -61,25 +83,12 @@ cudaError_t DoraLinearPrefill(const DoraLinearPrefillParams& params, cudaStream_
   }
   int processors = 0;
   DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&processors));
-  PrefillProblem problem = {};
-  problem.p = params;
-  problem.plan = is_sm90 ? PlanLinear(shape, processors)
-                         : PlanMmaLinear(shape, kDoraLinearMaxRows, false, processors);
-  for (int p = 0; p < kDoraLinearMaxParts; ++p) {
-    problem.part_begin[p + 1] = problem.part_begin[p] + (p < shape.parts ? shape.out[p] : 0);
-  }
-  problem.ldh = RankRoom(params.max_rank);
-  problem.counters = static_cast<PrefillCounters*>(params.workspace);
-  auto* given = static_cast<uint8_t*>(params.workspace) + kDoraLinearSignalBytes;
-  uint8_t* h = given + GivenBytes(shape);
-  problem.h = reinterpret_cast<__nv_bfloat16*>(h);
-  auto* shares = reinterpret_cast<float*>(h + HBytes(shape, params.rows, params.max_rank));
-  const bool may_slice = params.max_rank > 0 && params.rows <= kPrefillMostSlicedRows;
-  if (!may_slice) shares = nullptr;
-  return is_sm90 ? LaunchPrefillSm90(problem, processors, shares, reinterpret_cast<float*>(given),
-                                     stream)
-                 : LaunchPrefillMma(problem, processors, shares, reinterpret_cast<float4*>(given),
-                                    stream);
+  PrefillLaunch launch =
+      LayOutPrefill(params, is_sm90 ? PlanLinear(shape, processors)
+                                    : PlanMmaLinear(shape, kDoraLinearMaxRows, false, processors));
+  launch.processors = processors;
+  launch.stream = stream;
+  return is_sm90 ? LaunchPrefillSm90(launch) : LaunchPrefillMma(launch);
 }
 
 }  // namespace dorad::kernels

@@ -40,9 +40,10 @@ struct PrefillArgs : PrefillProblem {
   bool shares_rows;
   // Two clusters have a piece of K each of every tile, at most one each. Else a tile is one's.
   bool divides;
-  int32_t meeting_cost = kPrefillMeetingCost;
-  float* given;   // kPrefillGivenBytes; unused unless they divide
+  int32_t meeting_cost = kPrefillMeetingCost;  // tests have others: small batches take all ways
+  float* given;                                // kPrefillGivenBytes; unused unless they divide
   float* shares;  // kPrefillShareBytes for each panel and slice; nullptr: no slices
+  int32_t exchange_cost = kPrefillExchangeCost;
 };
 
 // Of a stage with a panel of that many rows.

@@ -35,6 +35,7 @@
 #include "kernels/dora/linear_prefill_store.cuh"
 #include "kernels/isa/barrier.cuh"
 #include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/shared.cuh"
 #include "kernels/isa/sm90/cluster.cuh"
 #include "kernels/isa/sm90/copy.cuh"
 #include "kernels/isa/sm90/wgmma.cuh"
@@ -94,11 +95,10 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
                   const __grid_constant__ CUtensorMap x_map,
                   const __grid_constant__ CUtensorMap h_map,
                   const __grid_constant__ PrefillArgs args) {
-  extern __shared__ uint8_t dynamic[];
-  __shared__ typename PrefillBlock<kN>::Shared shared;
-  static_assert(sizeof(shared) <= PrefillConfig<kN>::kStaticBytes);
-  RunPrefill<kN>(&w_map, &x_map, &h_map, args, shared,
-                 (SharedAddress(dynamic) + 1023) / 1024 * 1024);
+  using Shared = typename PrefillBlock<kN>::Shared;
+  static_assert(sizeof(Shared) <= PrefillConfig<kN>::kStaticBytes);
+  RunPrefill<kN>(&w_map, &x_map, &h_map, args, StaticShared<Shared>(),
+                 SharedAddress(DynamicShared<1024>()));
 }
 
 }  // namespace dorad::kernels

@@ -1,5 +1,4 @@
-// The launches behind DoraLinearPrefill, one for each instruction set. `problem` comes without its
-// tiles.
+// The launches behind DoraLinearPrefill, one for each instruction set.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,12 +20,19 @@ inline constexpr size_t kPrefillGivenBytes = size_t{9} * 1024 * 1024;
 // Of MmaIsa, where sums have two pieces: the room for those of the first one, of all blocks.
 inline constexpr size_t kPrefillMmaKeptBytes = size_t{24} * 1024 * 1024;
 
-// shares: kPrefillSharesBytes, or nullptr: no slices. given: kPrefillGivenBytes. kept:
-// kPrefillMmaKeptBytes, if the plan has splits.
-cudaError_t LaunchPrefillSm90(const PrefillProblem& problem, int processors, float* shares,
-                              float* given, cudaStream_t stream);
+struct PrefillLaunch {
+  PrefillProblem problem;  // without its tiles
+  float* shares;           // kPrefillSharesBytes; nullptr: no slices
+  // kPrefillGivenBytes; of MmaIsa kPrefillMmaKeptBytes, if the plan has splits.
+  float* given;
+  int processors;
+  cudaStream_t stream;
+};
 
-cudaError_t LaunchPrefillMma(const PrefillProblem& problem, int processors, float* shares,
-                             float4* kept, cudaStream_t stream);
+// The parts of params.workspace. Sets all but processors and stream.
+PrefillLaunch LayOutPrefill(const DoraLinearPrefillParams& params, const LinearPlan& plan);
+
+cudaError_t LaunchPrefillSm90(const PrefillLaunch& launch);
+cudaError_t LaunchPrefillMma(const PrefillLaunch& launch);
 
 }  // namespace dorad::kernels

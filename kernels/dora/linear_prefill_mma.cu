@@ -1,17 +1,15 @@
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 
 #include "kernels/common/status.h"
 #include "kernels/dora/linear_plan.h"
 #include "kernels/dora/linear_prefill_launch.h"
 #include "kernels/dora/linear_prefill_mma.cuh"
+#include "kernels/isa/device.h"
 #include "kernels/isa/launch.h"
 
 namespace dorad::kernels {
 namespace {
-
-constexpr int kAlignBytes = 128;
 
 // The rows of the batch whose tiles are walked together: with as many rows of W they are what all
 // blocks read at the same time.
@@ -24,66 +22,47 @@ static_assert(sizeof(PrefillCounters) + kPrefillMmaSlicedPanels * sizeof(uint32_
 
 static_assert(kPrefillMmaKeptBytes % (sizeof(float) * kPrefillTileRows * 256) == 0);
 
-// What the current device takes of a kernel.
-struct Room {
-  int blocks;  // at once
-  int stages;
-};
+constexpr int kAlignBytes = 128;  // that may be lost before the dynamic shared memory
 
 template <int kN>
-constexpr int Stages(int shared_bytes) {
-  return std::min((shared_bytes - kAlignBytes) / PrefillMmaBlock<kN>::kStageBytes,
-                  kPrefillMmaMostStages);
-}
-
-template <int kN>
-cudaError_t RoomOf(Room* room) {
-  static_assert(Stages<kN>(MmaIsa<4>::kSharedBytes -
-                           static_cast<int>(sizeof(typename PrefillMmaBlock<kN>::Shared))) >= 2);
-  static std::atomic<int> known_stages = 0;
-  static std::atomic<int> known_blocks = 0;
-  if (known_blocks == 0) {
-    cudaFuncAttributes attributes;
-    int blocks = 0;
-    // Blocks wait for each other, so a launch may have only as many as run at once.
-    DORAD_CUDA_RETURN_IF_ERROR(MostBlocksAtOnce(PrefillMmaKernel<kN>, kPrefillMmaThreads, &blocks));
-    DORAD_CUDA_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, PrefillMmaKernel<kN>));
-    known_stages = Stages<kN>(attributes.maxDynamicSharedSizeBytes);
-    known_blocks = blocks;
-  }
-  *room = {known_blocks, known_stages};
-  return cudaSuccess;
-}
-
-template <int kN>
-cudaError_t Launch(PrefillMmaArgs args, cudaStream_t stream) {
-  Room room;
-  DORAD_CUDA_RETURN_IF_ERROR(RoomOf<kN>(&room));
+cudaError_t LaunchPanels(PrefillMmaArgs args, cudaStream_t stream) {
+  using Block = PrefillMmaBlock<kN>;
+  static_assert(MmaIsa<4>::kSharedBytes - static_cast<int>(sizeof(typename Block::Shared)) >=
+                kAlignBytes + 2 * Block::kStageBytes);
+  const auto kernel = PrefillMmaKernel<kN>;
+  int room = 0;
+  DORAD_CUDA_RETURN_IF_ERROR(MostDynamicBytes(kernel, &room));
+  args.stages = std::min((room - kAlignBytes) / Block::kStageBytes, kPrefillMmaMostStages);
   args.tile_panels = CeilDiv(OutFeatures(args.p.shape), kN);
-  args.stages = room.stages;
-  // With sums to keep, as many as there is room for.
-  const int most = kPrefillMmaKeptBytes / (sizeof(float) * kPrefillTileRows * kN);
-  const int blocks = args.plan.splits > 1 ? std::min(room.blocks, most) : room.blocks;
-  return LaunchEarly(PrefillMmaKernel<kN>, blocks, kPrefillMmaThreads,
-                     kAlignBytes + room.stages * PrefillMmaBlock<kN>::kStageBytes, stream, args);
+  const int dynamic_bytes = kAlignBytes + args.stages * Block::kStageBytes;
+  int blocks = 0;
+  // Blocks wait for each other, so a launch may have only as many as run at once.
+  DORAD_CUDA_RETURN_IF_ERROR(
+      MostClustersAtOnce(kernel, /*cluster=*/1, kPrefillMmaThreads, dynamic_bytes, &blocks));
+  if (args.plan.splits > 1) {
+    // As many as there is room for sums to keep.
+    blocks = std::min(
+        blocks, static_cast<int>(kPrefillMmaKeptBytes / (sizeof(float) * kPrefillTileRows * kN)));
+  }
+  return LaunchEarly(kernel, blocks, kPrefillMmaThreads, dynamic_bytes, stream, args);
 }
 
 }  // namespace
 
-cudaError_t LaunchPrefillMma(const PrefillProblem& problem, int processors, float* shares,
-                             float4* kept, cudaStream_t stream) {
-  PrefillMmaArgs args = {problem};
-  args.shares = shares;
-  args.kept = kept;
-  args.summed = reinterpret_cast<uint32_t*>(problem.counters + 1);
-  args.tile_bands = CeilDiv(problem.p.rows, kPrefillTileRows);
+cudaError_t LaunchPrefillMma(const PrefillLaunch& launch) {
+  PrefillMmaArgs args = {launch.problem};
+  args.shares = launch.shares;
+  args.kept = reinterpret_cast<float4*>(launch.given);
+  args.summed = reinterpret_cast<uint32_t*>(args.counters + 1);
+  args.tile_bands = CeilDiv(args.p.rows, kPrefillTileRows);
   args.group = std::min(args.tile_bands, kGroupRows / kPrefillTileRows);
   // Estimated time. Narrow tiles read more shared memory for each product.
   const auto cost = [&](int columns, int stage) {
-    const int tiles = args.tile_bands * CeilDiv(OutFeatures(problem.p.shape), columns);
-    return CeilDiv(tiles, processors) * stage;
+    const int tiles = args.tile_bands * CeilDiv(OutFeatures(args.p.shape), columns);
+    return CeilDiv(tiles, launch.processors) * stage;
   };
-  return cost(256, 8) <= cost(128, 5) ? Launch<256>(args, stream) : Launch<128>(args, stream);
+  return cost(256, 8) <= cost(128, 5) ? LaunchPanels<256>(args, launch.stream)
+                                      : LaunchPanels<128>(args, launch.stream);
 }
 
 }  // namespace dorad::kernels

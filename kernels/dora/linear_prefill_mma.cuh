@@ -20,6 +20,7 @@
 #include "kernels/isa/dependent_launch.cuh"
 #include "kernels/isa/memory.cuh"
 #include "kernels/isa/mma/mma.cuh"
+#include "kernels/isa/shared.cuh"
 
 namespace dorad::kernels {
 
@@ -491,10 +492,10 @@ class PrefillMmaBlock {
 template <int kN>
 __global__ void __launch_bounds__(kPrefillMmaThreads, 1)
     PrefillMmaKernel(const __grid_constant__ PrefillMmaArgs args) {
-  extern __shared__ uint8_t dynamic[];
-  __shared__ typename PrefillMmaBlock<kN>::Shared shared;
   LaunchDependents();
-  PrefillMmaBlock<kN>(args, shared, (SharedAddress(dynamic) + 127) / 128 * 128).Run();
+  PrefillMmaBlock<kN>(args, StaticShared<typename PrefillMmaBlock<kN>::Shared>(),
+                      SharedAddress(DynamicShared<128>()))
+      .Run();
 }
 
 }  // namespace dorad::kernels

@@ -34,6 +34,7 @@
 #include "kernels/dora/linear_weights.cuh"
 #include "kernels/isa/barrier.cuh"
 #include "kernels/isa/dependent_launch.cuh"
+#include "kernels/isa/shared.cuh"
 #include "kernels/isa/sm90/cluster.cuh"
 #include "kernels/isa/sm90/copy.cuh"
 #include "kernels/isa/sm90/wgmma.cuh"
@@ -104,10 +105,9 @@ __global__ void __launch_bounds__(ProjectConfig<Isa, kM, kPanel, kAdapted>::kThr
                   const __grid_constant__ typename Isa::Matrix x_map,
                   const __grid_constant__ typename Isa::Matrix x_tile_map,
                   const __grid_constant__ LinearArgs args) {
-  extern __shared__ uint8_t dynamic[];
-  __shared__ typename ProjectBlock<Isa, kM, kPanel, kAdapted>::Shared shared;
-  RunProject<Isa, kM, kPanel, kAdapted>(&w_map, &x_map, &x_tile_map, args, shared,
-                                        (SharedAddress(dynamic) + 1023) / 1024 * 1024);
+  using Shared = typename ProjectBlock<Isa, kM, kPanel, kAdapted>::Shared;
+  RunProject<Isa, kM, kPanel, kAdapted>(&w_map, &x_map, &x_tile_map, args, StaticShared<Shared>(),
+                                        SharedAddress(DynamicShared<1024>()));
 }
 
 }  // namespace dorad::kernels

@@ -1,10 +1,10 @@
 #include <algorithm>
 
-#include "kernels/common/host.h"
 #include "kernels/common/status.h"
 #include "kernels/dora/norm_gemm.h"
 #include "kernels/dora/norm_gemm_items.cuh"
 #include "kernels/dora/norm_gemm_launch.h"
+#include "kernels/isa/device.h"
 
 namespace dorad::kernels::norm {
 namespace {

@@ -5,6 +5,7 @@
 #include "kernels/dora/norm_gemm_mma.cuh"
 #include "kernels/isa/dependent_launch.cuh"
 #include "kernels/isa/launch.h"
+#include "kernels/isa/shared.cuh"
 
 namespace dorad::kernels::norm {
 namespace {
@@ -12,12 +13,13 @@ namespace {
 template <typename C>
 __global__ void __launch_bounds__(kMmaThreads, 1)
     RowGemmMmaKernel(const __grid_constant__ PlainParams p) {
-  extern __shared__ uint8_t raw[];
-  __shared__ alignas(8) uint64_t barriers[kMmaStages];
+  struct Barriers {
+    uint64_t full[kMmaStages];
+  };
   LaunchDependents();
   WaitForPrevious();
-  const uint32_t stages = (SharedAddress(raw) + kAlignment - 1) / kAlignment * kAlignment;
-  RowGemmBlock<C>(p, stages, SharedAddress(barriers));
+  RowGemmBlock<C>(p, SharedAddress(DynamicShared<kAlignment>()),
+                  SharedAddress(&StaticShared<Barriers>()));
 }
 
 }  // namespace

@@ -3,83 +3,12 @@
 
 #include <cuda_runtime.h>
 
-#include <mutex>
-#include <set>
 #include <utility>
 
-#include "kernels/common/host.h"
 #include "kernels/common/status.h"
+#include "kernels/isa/device.h"
 
 namespace dorad::kernels {
-
-// Raises a kernel's limit of dynamic shared memory from 48 KB to the current device's maximum. The
-// same value for every launch, so that concurrent ones do not overwrite each other's. Done once:
-// its calls cost the host more than a launch.
-template <typename... Parameters>
-cudaError_t AllowSharedMemory(void (*kernel)(Parameters...)) {
-  static std::mutex mutex;
-  static std::set<std::pair<void (*)(Parameters...), int>> done;
-  int device = 0;
-  DORAD_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
-  const std::lock_guard lock(mutex);
-  if (done.count({kernel, device}) > 0) return cudaSuccess;
-  int most = 0;
-  cudaFuncAttributes attributes;
-  DORAD_CUDA_RETURN_IF_ERROR(
-      cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  DORAD_CUDA_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
-  DORAD_CUDA_RETURN_IF_ERROR(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           most - static_cast<int>(attributes.sharedSizeBytes)));
-  // Blocks of the next kernel may fit beside this one's.
-  DORAD_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
-      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-  done.emplace(kernel, device);
-  return cudaSuccess;
-}
-
-// Clusters of `cluster` blocks, along x.
-inline cudaLaunchAttribute InClusters(int cluster) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = cluster;
-  attribute.val.clusterDim.y = 1;
-  attribute.val.clusterDim.z = 1;
-  return attribute;
-}
-
-// The number of clusters of `cluster` blocks that run at once on an idle device, with the maximum
-// of shared memory per block. cudaErrorLaunchOutOfResources: none.
-template <typename... Parameters>
-cudaError_t MostClustersAtOnce(void (*kernel)(Parameters...), int cluster, dim3 block,
-                               int* clusters) {
-  cudaFuncAttributes attributes;
-  DORAD_CUDA_RETURN_IF_ERROR(AllowSharedMemory(kernel));
-  DORAD_CUDA_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
-  cudaLaunchAttribute clusters_along_x = InClusters(cluster);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = cluster;
-  config.blockDim = block;
-  config.dynamicSmemBytes = attributes.maxDynamicSharedSizeBytes;
-  config.attrs = &clusters_along_x;
-  config.numAttrs = 1;
-  DORAD_CUDA_RETURN_IF_ERROR(cudaOccupancyMaxActiveClusters(clusters, kernel, &config));
-  return *clusters > 0 ? cudaSuccess : cudaErrorLaunchOutOfResources;
-}
-
-// The same without clusters.
-template <typename... Parameters>
-cudaError_t MostBlocksAtOnce(void (*kernel)(Parameters...), dim3 block, int* blocks) {
-  cudaFuncAttributes attributes;
-  DORAD_CUDA_RETURN_IF_ERROR(AllowSharedMemory(kernel));
-  DORAD_CUDA_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
-  DORAD_CUDA_RETURN_IF_ERROR(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-      blocks, kernel, static_cast<int>(block.x), attributes.maxDynamicSharedSizeBytes));
-  int processors = 0;
-  DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&processors));
-  *blocks *= processors;
-  return *blocks > 0 ? cudaSuccess : cudaErrorLaunchOutOfResources;
-}
 
 // Whether kernels on the current device are code for sm_90 or later, which knows programmatic
 // dependent launch. A kernel without its instructions would not wait for the one before it.

@@ -1,8 +1,7 @@
 #include <algorithm>
 
-#include "kernels/common/host.h"
 #include "kernels/common/status.h"
-#include "kernels/isa/launch.h"
+#include "kernels/isa/device.h"
 #include "kernels/sampling/in_block.cuh"
 #include "kernels/sampling/sample.cuh"
 

@@ -8,8 +8,10 @@
 #include "kernels/common/stage_barriers.cuh"
 #include "kernels/common/status.h"
 #include "kernels/isa/barrier.cuh"
+#include "kernels/isa/dependent_launch.cuh"
 #include "kernels/isa/launch.h"
 #include "kernels/isa/mma/mma.cuh"
+#include "kernels/isa/shared.cuh"
 #include "kernels/isa/sm90/wgmma.cuh"
 #include "kernels/vision/attention_launch.h"
 
@@ -284,6 +286,7 @@ __device__ void RunSegmentBlock(const Args<typename C::Isa>& p, uint32_t base) {
     BarrierInitFence();
   }
   __syncthreads();
+  WaitForPrevious();
   const SegmentTile tile = p.tiles[blockIdx.x];
   if constexpr (C::Isa::kApart) {
     Consume<C>(p, tile, base);
@@ -299,14 +302,12 @@ __device__ void RunSegmentBlock(const Args<typename C::Isa>& p, uint32_t base) {
 template <typename C>
 __global__ void __launch_bounds__(C::threads, 1)
     SegmentAttentionKernel(const __grid_constant__ Args<typename C::Isa> p) {
-  extern __shared__ uint8_t dynamic[];
-  const uint32_t at = SharedAddress(dynamic);
-  RunSegmentBlock<C>(p, at + (1024 - at % 1024) % 1024);
+  LaunchDependents();
+  RunSegmentBlock<C>(p, SharedAddress(DynamicShared<1024>()));
 }
 
 template <typename C>
 cudaError_t Launch(const SegmentAttentionParams& params, cudaStream_t stream) {
-  DORAD_CUDA_RETURN_IF_ERROR(AllowSharedMemory(SegmentAttentionKernel<C>));
   Args<typename C::Isa> args;
   DORAD_CUDA_RETURN_IF_ERROR(C::Isa::Encode(params, &args.map));
   args.tiles = params.tiles;
@@ -316,9 +317,7 @@ cudaError_t Launch(const SegmentAttentionParams& params, cudaStream_t stream) {
   args.first_row = params.first_row;
   args.scale = params.softmax_scale * 1.4426950408889634f;  // exp(x) = 2^(x · log2 e)
   const dim3 grid(params.num_tiles, params.heads);
-  void* arguments[] = {&args};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(SegmentAttentionKernel<C>), grid,
-                          dim3(C::threads), arguments, C::shared_bytes, stream);
+  return LaunchEarly(SegmentAttentionKernel<C>, grid, C::threads, C::shared_bytes, stream, args);
 }
 
 }  // namespace segment_attention

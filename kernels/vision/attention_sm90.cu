@@ -13,18 +13,11 @@ struct Sm90Heads : Sm90Attention {
 
   // Boxes of 64 rows and 64 columns of one head; out of bounds reads as zero.
   static cudaError_t Encode(const SegmentAttentionParams& params, Map* map) {
-    if (TensorMapEncoder() == nullptr) return cudaErrorNotSupported;
     const auto dim = static_cast<cuuint64_t>(params.head_dim);
     const auto heads = static_cast<cuuint64_t>(3 * params.heads);
-    const cuuint64_t sizes[] = {dim, heads, static_cast<cuuint64_t>(params.rows)};
-    const cuuint64_t strides[] = {2 * dim, 2 * dim * heads};  // bytes
-    const cuuint32_t box[] = {64, 1, 64};
-    const cuuint32_t steps[] = {1, 1, 1};
-    const CUresult result = TensorMapEncoder()(
-        map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<__nv_bfloat16*>(params.qkv), sizes,
-        strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+    return EncodeTensor<3>(
+        params.qkv,
+        {{dim, heads, static_cast<cuuint64_t>(params.rows)}, {dim, dim * heads}, {64, 1, 64}}, map);
   }
 
   // 64 rows of one head, in blocks of 64 columns. One thread.

@@ -1,22 +1,28 @@
-// Attention by mma.sync in the emulator, against a double reference and against itself: whole rows,
-// rows in parts, rows that read common pages together, rows appended on the way, and tiles of rows
-// have the same bits. Unused places of the cache are NaN.
+// Attention in the emulator, planned and launched as the server does it, with both instruction
+// sets, against a double reference and against itself: whole rows, rows in parts, rows that read
+// common pages together, rows appended on the way, and tiles of rows have the same bits. Unused
+// places of the cache are NaN.
+#include "kernels/decoder/attention.h"
+
 #include <cmath>
 #include <numeric>
 #include <string>
 
 #include "gtest/gtest.h"
 #include "kernels/decoder/attention_layout.h"
-#include "kernels/decoder/attention_mma.cuh"
-#include "kernels/decoder/attention_rows_kernel.cuh"
-#include "kernels/decoder/attention_tiles_kernel.cuh"
+#include "kernels/decoder/attention_simple.h"
 #include "tests/emulation/emulator.h"
 
 namespace dorad::kernels {
+
+// Of other shapes; not emulated.
+cudaError_t SimplePagedAttention(const PagedAttentionParams&, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
+
 namespace {
 
 using emulation::Emulator;
-using emulation::Grid;
 using Bf16 = __nv_bfloat16;
 
 struct Case {
@@ -33,7 +39,7 @@ void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
 
 class Step {
  public:
-  Step(const Case& c, std::mt19937* random) : case_(c), random_(*random) {
+  Step(const Case& c, KernelIsa isa, std::mt19937* random) : case_(c), isa_(isa), random_(*random) {
     const auto [heads, kv_heads, dim] = c.shape;
     std::normal_distribution<float> normal;
     int pages = 2;
@@ -64,42 +70,90 @@ class Step {
         }
       }
       for (int position = first; position < end; ++position) {
-        rows_.push_back({static_cast<int>(s), position, c.sees_run ? end - 1 : position});
-        reach_.push_back(rows_.back().last);
+        sequences_.push_back(static_cast<int32_t>(s));
+        positions_.push_back(position);
+        reach_.push_back(c.sees_run ? end - 1 : position);
       }
     }
-    q_.resize(rows_.size() * heads * dim);
+    q_.resize(positions_.size() * heads * dim);
     for (Bf16& x : q_) x = __float2bfloat16(normal(random_));
   }
 
-  // run: in parts of chunks, which are joined, with so many chunks an item; 0: rows are whole.
-  // shares: reads common pages once for several rows.
   struct How {
-    int run = 0;
+    AttentionSplit split = AttentionSplit::kNever;
+    int processors = 2;  // with one, a part has more chunks; with many, blocks join parts
     bool appends = false;
     bool shares = false;
-    bool has_join_blocks = false;
+    bool tiles = false;
   };
-  // Outputs of all rows by themselves.
-  std::vector<Bf16> Rows(const How& how) {
-    std::vector<Bf16> out(q_.size(), __float2bfloat16(NAN));
-    WithConfig(how.shares, [&](auto config) { RunRows<decltype(config)>(how, out.data()); });
-    return out;
-  }
+  std::vector<Bf16> Run(const How& how) {
+    const int count = static_cast<int>(positions_.size());
+    StepRows rows;
+    rows.rows = count;
+    rows.positions = positions_.data();
+    rows.sequences = sequences_.data();
+    rows.page_begin = page_begin_.data();
+    rows.pages = pages_.data();
+    if (case_.sees_run) rows.reach = reach_.data();
+    struct alignas(256) Line {
+      unsigned char bytes[256];
+    };
+    const size_t bytes = AttentionWorkspaceBytes(case_.shape, count, kMostPositions);
+    std::vector<Line> memory((bytes + sizeof(Line) - 1) / sizeof(Line));
+    std::memset(memory.data(), 0xFF, bytes);
+    const AttentionWorkspace workspace = {memory.data(), bytes, count};
+    Emulator::Get().device.processors = how.processors;
+    Emulator::Get().device.blocks_at_once = 1000;
+    AttentionPlanParams plan;
+    plan.rows = rows;
+    plan.shape = case_.shape;
+    plan.window = case_.window;
+    plan.row_tiles = how.tiles;
+    plan.shares = how.shares;
+    plan.split = how.split;
+    plan.isa = isa_;
+    plan.workspace = workspace;
+    EXPECT_EQ(PlanAttention(plan, nullptr), cudaSuccess);
 
-  // The same in tiles of rows.
-  std::vector<Bf16> Tiles() {
-    std::vector<Bf16> out(q_.size(), __float2bfloat16(NAN));
-    switch (case_.shape.head_dim) {
-      case 64:
-        RunTiles<tile_attention::Config<MmaPages, 64>>(out.data());
-        break;
-      case 128:
-        RunTiles<tile_attention::Config<MmaPages, 128>>(out.data());
-        break;
-      default:
-        RunTiles<tile_attention::Config<MmaPages, 256>>(out.data());
+    std::vector<Bf16> k = k_, v = v_, out(q_.size(), __float2bfloat16(NAN)), qkv;
+    PagedAttentionParams params;
+    params.rows = rows;
+    params.shape = case_.shape;
+    params.q = q_.data();
+    params.cache = {k.data(), v.data()};
+    params.softmax_scale = scale();
+    params.window = case_.window;
+    params.row_tiles = how.tiles;
+    params.shares = how.shares;
+    params.isa = isa_;
+    params.workspace = workspace;
+    params.out = out.data();
+    const std::vector<float> cos(kMostPositions * 128, 1.0f), sin(kMostPositions * 128, 0.0f);
+    if (how.appends) {
+      qkv = TakeFromCache(&k, &v);
+      RopeAppendParams append;
+      append.rows = rows;
+      append.shape = case_.shape;
+      append.qkv = qkv.data();
+      append.cos = cos.data();
+      append.sin = sin.data();
+      append.q = q_.data();
+      append.cache = params.cache;
+      EXPECT_EQ(AppendAttention(append, params, nullptr), cudaSuccess);
+    } else {
+      EXPECT_EQ(PagedAttention(params, nullptr), cudaSuccess);
     }
+    Emulator::Get().Run();
+    AttentionLayout layout;
+    EXPECT_TRUE(LayOutAttention(case_.shape, count, workspace, &layout));
+    EXPECT_EQ(layout.header->next, 0);
+    EXPECT_EQ(layout.header->done, 0);
+    const auto* const parts = reinterpret_cast<const uint32_t*>(layout.parts);
+    EXPECT_TRUE(std::all_of(
+        parts, parts + size_t{1} * layout.slots * case_.shape.kv_heads * layout.part_floats,
+        [](uint32_t x) { return x == kNoPart; }));
+    EXPECT_EQ(std::memcmp(k.data(), k_.data(), k.size() * sizeof(Bf16)), 0);
+    EXPECT_EQ(std::memcmp(v.data(), v_.data(), v.size() * sizeof(Bf16)), 0);
     return out;
   }
 
@@ -107,14 +161,14 @@ class Step {
   double Error(const std::vector<Bf16>& out) const {
     const auto [heads, kv_heads, dim] = case_.shape;
     double worst = 0.0;
-    for (size_t row = 0; row < rows_.size(); ++row) {
+    for (size_t row = 0; row < positions_.size(); ++row) {
       for (int head = 0; head < heads; ++head) {
-        const Row& at = rows_[row];
         const Bf16* const q = q_.data() + (row * heads + head) * dim;
         std::vector<double> sum(dim, 0.0);
         double total = 0.0;
-        for (int j = First(at); j <= at.last; ++j) {
-          const int64_t place = At(at.sequence, j, head / (heads / kv_heads));
+        const int first = case_.window > 0 ? std::max(0, positions_[row] - case_.window + 1) : 0;
+        for (int j = first; j <= reach_[row]; ++j) {
+          const int64_t place = At(sequences_[row], j, head / (heads / kv_heads));
           double dot = 0.0;
           for (int d = 0; d < dim; ++d) {
             dot += double{__bfloat162float(q[d])} * double{__bfloat162float(k_[place + d])};
@@ -137,219 +191,57 @@ class Step {
   }
 
   // Whether each sequence has one row, and no row more than its own position.
-  bool CanAppend() const {
-    return !case_.sees_run && rows_.size() == case_.runs.size() && case_.shape.head_dim != 80;
-  }
-  // Their blocks would take the emulator long.
-  bool HasFewJoins() const { return rows_.size() * case_.shape.kv_heads <= 10; }
+  bool CanAppend() const { return !case_.sees_run && positions_.size() == case_.runs.size(); }
+  int joins() const { return static_cast<int>(positions_.size()) * case_.shape.kv_heads; }
 
  private:
-  struct Row {
-    int sequence;
-    int position;
-    int last;  // that it sees
-  };
+  static constexpr int kMostPositions = 4096;
 
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(case_.shape.head_dim)); }
-  int First(const Row& row) const {
-    return case_.window > 0 ? std::max(0, row.position - case_.window + 1) : 0;
-  }
   int64_t At(size_t sequence, int position, int kv_head) const {
     const int64_t page = pages_[page_begin_[sequence] + position / kKvPageTokens];
     return ((page * case_.shape.kv_heads + kv_head) * kKvPageTokens + position % kKvPageTokens) *
            case_.shape.head_dim;
   }
 
-  template <typename F>
-  void WithConfig(bool shares, F f) {
-    ASSERT_EQ(row_attention::WithConfig<MmaPages>(case_.shape, shares,
-                                                  [&](auto config) {
-                                                    f(config);
-                                                    return cudaSuccess;
-                                                  }),
-              cudaSuccess);
-  }
-
-  struct Work {
-    std::vector<AttentionItem> items, joins;
-    int slots = 0;
-  };
-  // Adds one item for each run of chunks, which have a slot each, or one for all.
-  void AddItems(AttentionItem item, int run, Work* work) const {
-    const int end = item.end;
-    while (item.begin < end) {
-      if (run > 0) {
-        item.end = std::min(end, (item.begin / kAttentionChunk + run) * kAttentionChunk);
-      }
-      const int first_page = item.begin / kAttentionTile * kAttentionTilePages;
-      for (int j = 0; j < 2 * kAttentionTilePages; ++j) {
-        const int page = first_page + j;
-        const bool is_in = page * kKvPageTokens < item.end && page >= item.begin / kKvPageTokens;
-        item.pages[j] = is_in ? pages_[item.page_base + page] : -1;
-      }
-      work->items.push_back(item);
-      item.begin = item.end;
-      item.slot += run;
-    }
-  }
-  int ChunksOf(int row) const {
-    return rows_[row].last / kAttentionChunk + 1 - First(rows_[row]) / kAttentionChunk;
-  }
-
-  // As PlanAttention does it, in groups of as many rows as may be.
-  Work Plan(const How& how) const {
-    Work work, own;
-    const int most = how.shares ? AttentionSharedRows(case_.shape) : 1;
-    for (int first = 0; first < static_cast<int>(rows_.size()); first += most) {
-      const int end = std::min(first + most, static_cast<int>(rows_.size()));
-      int chunks = case_.common / kAttentionChunk, most_chunks = 0;
-      for (int row = first; row < end; ++row) {
-        chunks = std::min(chunks, rows_[row].position / kAttentionChunk);
-        most_chunks = std::max(most_chunks, ChunksOf(row));
-      }
-      if (end - first == 1) chunks = 0;
-      const bool is_split = how.run > 0 && most_chunks > 1;
-      const int slot = work.slots, stride = is_split ? most_chunks : 1;
-      if (chunks > 0 || is_split) work.slots += stride * (end - first);
-      const int page_base = page_begin_[rows_[first].sequence];
-      AddItems(
-          {first, 0, chunks * kAttentionChunk, slot, end - first, stride, page_base, INT32_MAX, {}},
-          is_split ? how.run : 0, &work);
-      for (int row = first; row < end; ++row) {
-        const Row& at = rows_[row];
-        const int part = slot + (row - first) * stride;
-        AddItems({row,
-                  std::max(First(at), chunks * kAttentionChunk),
-                  at.last + 1,
-                  is_split ? part + chunks : -1,
-                  1,
-                  is_split || chunks == 0 ? -1 : part,
-                  page_begin_[at.sequence],
-                  at.position,
-                  {}},
-                 is_split ? how.run : 0, &own);
-        if (is_split) own.joins.push_back({row, 0, 0, -1, ChunksOf(row), part, 0, 0, {}});
-      }
-    }
-    work.items.insert(work.items.end(), own.items.begin(), own.items.end());
-    work.joins = std::move(own.joins);
-    return work;
-  }
-
-  template <typename C>
-  void RunRows(const How& how, Bf16* out) {
-    auto [items, joins, slots] = Plan(how);
-    const int all_joins = static_cast<int>(joins.size()) * case_.shape.kv_heads;
-    AttentionHeader header = {static_cast<int32_t>(items.size()),
-                              static_cast<int32_t>(joins.size()),
-                              0,
-                              how.has_join_blocks ? all_joins : 0,
-                              0,
-                              0};
-    items.insert(items.end(), joins.rbegin(), joins.rend());
-    row_attention::Args<MmaPages> args = {};
-    args.layout.header = &header;
-    args.layout.items = items.data();
-    args.layout.items_room = static_cast<int32_t>(items.size());
-    args.layout.part_floats = AttentionPartFloats(case_.shape);
-    std::vector<uint32_t> parts(
-        size_t{1} * slots * case_.shape.kv_heads * args.layout.part_floats + 4, kNoPart);
-    args.layout.parts = reinterpret_cast<float*>(parts.data());
-    std::vector<Bf16> k = k_, v = v_, qkv;
-    const std::vector<float> cos(4096 * 128, 1.0f), sin(4096 * 128, 0.0f);
-    std::vector<int32_t> positions;
-    args.k = k.data();
-    args.v = v.data();
-    args.q = q_.data();
-    args.out = out;
-    args.pages = pages_.data();
-    args.kv_heads = case_.shape.kv_heads;
-    args.kv_heads_inverse = (uint64_t{1} << 32) / case_.shape.kv_heads + 1;
-    args.group = AttentionGroup(case_.shape);
-    args.scale = scale() * 1.44269504088896340736f;
-    if (how.appends) {
-      // Rows turn by no angle: what is appended is what was in the cache.
-      const auto [heads, kv_heads, dim] = case_.shape;
-      for (size_t row = 0; row < rows_.size(); ++row) {
-        qkv.insert(qkv.end(), q_.begin() + row * heads * dim, q_.begin() + (row + 1) * heads * dim);
-        for (std::vector<Bf16>* cache : {&k, &v}) {
-          for (int head = 0; head < kv_heads; ++head) {
-            const auto at = cache->begin() + At(rows_[row].sequence, rows_[row].position, head);
-            qkv.insert(qkv.end(), at, at + dim);
-            std::fill(at, at + dim, __float2bfloat16(NAN));
-          }
+  // The rows' queries, keys and values for AppendAttention; their places in the cache become NaN.
+  // Rows turn by no angle: what is appended is what was there.
+  std::vector<Bf16> TakeFromCache(std::vector<Bf16>* k, std::vector<Bf16>* v) const {
+    const auto [heads, kv_heads, dim] = case_.shape;
+    std::vector<Bf16> qkv;
+    for (size_t row = 0; row < positions_.size(); ++row) {
+      qkv.insert(qkv.end(), q_.begin() + row * heads * dim, q_.begin() + (row + 1) * heads * dim);
+      for (std::vector<Bf16>* cache : {k, v}) {
+        for (int head = 0; head < kv_heads; ++head) {
+          const auto at = cache->begin() + At(sequences_[row], positions_[row], head);
+          qkv.insert(qkv.end(), at, at + dim);
+          std::fill(at, at + dim, __float2bfloat16(NAN));
         }
       }
-      for (const Row& row : rows_) positions.push_back(row.position);
-      args.append.rows.positions = positions.data();
-      args.append.shape = case_.shape;
-      args.append.qkv = qkv.data();
-      args.append.cos = cos.data();
-      args.append.sin = sin.data();
-      args.append.cache = {k.data(), v.data()};
     }
-    int delay = static_cast<int>(random_() % 200);
-    Grid grid(
-        3 + header.join_blocks, C::threads, 1, C::shared_bytes, [&delay] { return --delay < 0; },
-        [&] { row_attention::RunRowBlock<C>(args, emulation::ThisBlock().shared); });
-    Emulator::Get().Run({&grid});
-    EXPECT_EQ(header.next, 0);
-    EXPECT_EQ(header.done, 0);
-    EXPECT_TRUE(std::all_of(parts.begin(), parts.end(), [](uint32_t x) { return x == kNoPart; }));
-    EXPECT_EQ(std::memcmp(k.data(), k_.data(), k.size() * sizeof(Bf16)), 0);
-    EXPECT_EQ(std::memcmp(v.data(), v_.data(), v.size() * sizeof(Bf16)), 0);
-  }
-
-  template <typename C>
-  void RunTiles(Bf16* out) {
-    std::vector<AttentionRowTile> tiles;
-    const int most = AttentionTileTokens(case_.shape);
-    for (size_t row = 0; row < rows_.size();) {
-      const Row& at = rows_[row];
-      const int left = case_.runs[at.sequence].second - at.position;
-      tiles.push_back(
-          {static_cast<int32_t>(row), std::min(left, most), at.position, page_begin_[at.sequence]});
-      row += tiles.back().tokens;
-    }
-    AttentionHeader header = {0, 0, static_cast<int32_t>(tiles.size()), 0, 0, 0};
-    tile_attention::Args<MmaPages> args = {};
-    args.layout.header = &header;
-    args.layout.tiles = tiles.data();
-    args.k = k_.data();
-    args.v = v_.data();
-    args.q = q_.data();
-    args.out = out;
-    args.pages = pages_.data();
-    args.reach = case_.sees_run ? reach_.data() : nullptr;
-    args.kv_heads = case_.shape.kv_heads;
-    args.group = AttentionGroup(case_.shape);
-    args.window = case_.window;
-    args.scale = scale() * 1.44269504088896340736f;
-    const int blocks = (static_cast<int>(tiles.size()) + 1) * args.kv_heads;  // some without a tile
-    Grid grid(
-        blocks, C::threads, 1, C::shared_bytes, [] { return true; },
-        [&] { tile_attention::RunTileBlock<C>(args, emulation::ThisBlock().shared); });
-    Emulator::Get().Run({&grid});
+    return qkv;
   }
 
   const Case case_;
+  const KernelIsa isa_;
   std::mt19937& random_;
-  std::vector<Row> rows_;
+  std::vector<int32_t> sequences_, positions_, reach_;  // of rows
   std::vector<Bf16> k_, v_, q_;
-  std::vector<int32_t> pages_, page_begin_, reach_;
+  std::vector<int32_t> pages_, page_begin_;
 };
 
-class EmulatedAttention : public testing::TestWithParam<Case> {};
+class EmulatedAttention : public testing::TestWithParam<std::tuple<Case, KernelIsa>> {};
 
 TEST_P(EmulatedAttention, HasTheSameBitsInAllWays) {
+  const auto [c, isa] = GetParam();
   Emulator emulator(3);
-  Step step(GetParam(), &emulator.random());
+  Step step(c, isa, &emulator.random());
   std::vector<Bf16> whole;
-  ASSERT_NO_THROW(whole = step.Rows({}));
+  ASSERT_NO_THROW(whole = step.Run({}));
   EXPECT_LT(step.Error(whole), 4e-3);  // of bf16's rounding
-  const auto expect_same = [&](const char* way, auto compute) {
+  const auto expect_same = [&](const std::string& way, const Step::How& how) {
     std::vector<Bf16> other;
-    ASSERT_NO_THROW(other = compute()) << way;
+    ASSERT_NO_THROW(other = step.Run(how)) << way;
     int different = 0, first = -1;
     for (size_t i = 0; i < whole.size(); ++i) {
       if (std::memcmp(&whole[i], &other[i], sizeof(Bf16)) == 0) continue;
@@ -358,19 +250,37 @@ TEST_P(EmulatedAttention, HasTheSameBitsInAllWays) {
     }
     EXPECT_EQ(different, 0) << way << ", first at " << first;
   };
-  const bool shares = GetParam().common > 0;
-  for (int way = 1; way < 24; ++way) {
-    const Step::How how{way % 3, (way / 3 & 1) != 0, (way / 6 & 1) != 0, way >= 12};
-    if ((how.appends && !step.CanAppend()) || (how.shares && !shares)) continue;
-    if (how.has_join_blocks && (how.run == 0 || !step.HasFewJoins())) continue;
+  constexpr int kJoinShare = 8;  // blocks for each join by a block of its own
+  for (int way = 1; way < 16; ++way) {
+    Step::How how;
     std::string name;
-    if (how.run > 0) name += "in parts of " + std::to_string(how.run) + ", ";
+    switch (way % 4) {
+      case 1:
+      case 2:
+        how.split = AttentionSplit::kAlways;
+        how.processors = 2 - way % 2;
+        name = "in parts on " + std::to_string(how.processors) + " multiprocessors, ";
+        break;
+      case 3:
+        if (step.joins() > 10) continue;  // the emulator would take long
+        how.split = AttentionSplit::kAlways;
+        how.processors = kJoinShare * step.joins();
+        name = "joined by blocks of their own, ";
+        break;
+      default:
+        break;
+    }
+    how.appends = (way / 4 & 1) != 0;
+    how.shares = (way / 8 & 1) != 0;
+    if ((how.appends && !step.CanAppend()) || (how.shares && c.common == 0)) continue;
     if (how.appends) name += "appended, ";
     if (how.shares) name += "common pages together, ";
-    if (how.has_join_blocks) name += "joined by blocks of their own";
-    expect_same(name.c_str(), [&] { return step.Rows(how); });
+    expect_same(name, how);
   }
-  if (HasTileAttention(GetParam().shape)) expect_same("in tiles", [&] { return step.Tiles(); });
+  if (!HasTileAttention(c.shape)) return;
+  Step::How how;
+  how.tiles = true;
+  expect_same("in tiles", how);
 }
 
 std::vector<Case> Cases() {
@@ -414,8 +324,14 @@ std::vector<Case> Cases() {
   return cases;
 }
 
-INSTANTIATE_TEST_SUITE_P(, EmulatedAttention, testing::ValuesIn(Cases()),
-                         [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(, EmulatedAttention,
+                         testing::Combine(testing::ValuesIn(Cases()),
+                                          testing::Values(KernelIsa::kSm90, KernelIsa::kMma)),
+                         [](const auto& info) {
+                           return std::string(std::get<Case>(info.param).name) +
+                                  (std::get<KernelIsa>(info.param) == KernelIsa::kSm90 ? "Sm90"
+                                                                                       : "Mma");
+                         });
 
 }  // namespace
 }  // namespace dorad::kernels

@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "gtest/gtest.h"
-#include "kernels/decoder/delta_step_kernel.cuh"
+#include "kernels/decoder/delta_state.cuh"
 #include "kernels/isa/mma/isa.cuh"
 #include "kernels/isa/sm90/isa.cuh"
 #include "tests/emulation/emulator.h"
@@ -13,7 +13,6 @@ namespace dorad::kernels {
 namespace {
 
 using emulation::Emulator;
-using emulation::Grid;
 
 constexpr int kSequences = 24, kWithoutRow = 5, kWithoutState = 9, kFromZeros = 3;
 constexpr int kTile = 32, kPlanes = 3;
@@ -54,15 +53,9 @@ Result Step(const Result& before, const std::vector<float>& factors) {
   std::vector<float> of_rows = factors;
   params.factors = of_rows.data();
   params.mixed = result.mixed.data();
-  int delay = 50;
-  Grid grid(
-      3, delta::kThreads + 32, 1, sizeof(delta::Shared<Isa>), [&delay] { return --delay < 0; },
-      [&] {
-        delta::RunStepBlock<Isa>(
-            params, kStateBlocks * kSequences,
-            *reinterpret_cast<delta::Shared<Isa>*>(emulation::ThisBlock().shared));
-      });
-  Emulator::Get().Run({&grid});
+  Emulator::Get().device.processors = 2;
+  EXPECT_EQ(delta::LaunchDeltaStep<Isa>(params, nullptr), cudaSuccess);
+  Emulator::Get().Run();
   return result;
 }
 

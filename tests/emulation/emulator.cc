@@ -18,7 +18,9 @@ Emulator* Emulator::current_ = nullptr;
 void Fail(const std::string& what) { throw std::runtime_error(what); }
 
 unsigned char* Block::At(uint32_t address) {
-  if (address >= shared_bytes) Fail("shared address " + std::to_string(address));
+  const uint32_t first = address < kStaticAt ? kDynamicAt : kStaticAt;
+  const uint32_t size = address < kStaticAt ? dynamic_bytes : kStaticBytes;
+  if (address - first >= size) Fail("shared address " + std::to_string(address));
   return shared + address;
 }
 
@@ -28,18 +30,17 @@ Barrier& Block::BarrierAt(uint32_t address) {
   return found->second;
 }
 
-Grid::Grid(int blocks, int threads, int cluster, uint32_t shared_bytes,
-           std::function<bool()> may_follow, std::function<void()> body, int lines)
-    : may_follow_(std::move(may_follow)),
-      body_(std::move(body)),
-      columns_(blocks / lines),
-      blocks_(blocks),
-      clusters_(blocks / cluster),
-      meetings_(blocks / cluster),
-      threads_(static_cast<size_t>(blocks) * threads),
-      left_(threads_.size()) {
+Grid::Grid(dim3 size, int threads, int cluster, uint32_t dynamic_bytes, std::function<void()> body)
+    : body_(std::move(body)),
+      columns_(static_cast<int>(size.x)),
+      blocks_(size.x * size.y),
+      clusters_(blocks_.size() / cluster),
+      meetings_(clusters_.size()),
+      threads_(blocks_.size() * threads),
+      left_(threads_.size()),
+      holding_(blocks_.size()) {
   constexpr size_t kAlignment = 1024;
-  for (int i = 0; i < blocks; ++i) {
+  for (int i = 0; i < static_cast<int>(blocks_.size()); ++i) {
     Block& block = blocks_[i];
     block.index = i;
     block.rank = i % cluster;
@@ -48,10 +49,10 @@ Grid::Grid(int blocks, int threads, int cluster, uint32_t shared_bytes,
     block.cluster = &clusters_[i / cluster];
     block.cluster_meeting = &meetings_[i / cluster];
     block.cluster->push_back(&block);
-    block.memory.assign(shared_bytes + kAlignment, 0xFF);  // NaN, should anybody use it
+    block.memory.assign(kStaticAt + kStaticBytes + kAlignment, 0xFF);  // NaN, should anybody use it
     const auto base = reinterpret_cast<uintptr_t>(block.memory.data());
     block.shared = block.memory.data() + (kAlignment - base % kAlignment) % kAlignment;
-    block.shared_bytes = shared_bytes;
+    block.dynamic_bytes = dynamic_bytes;
     block.warps.resize(threads / 32);
   }
   for (size_t i = 0; i < threads_.size(); ++i) {
@@ -81,7 +82,7 @@ void Grid::Enter() {
     emulator.Later([failure] { Fail(failure); });
   }
   thread.done = true;
-  --thread.block->alive;
+  if (--thread.block->alive == 0) thread.block->grid->LetNextStart(thread.block);
   emulator.Progress();
   emulator.SwitchAway();
 }
@@ -110,15 +111,26 @@ void Emulator::Wait(const uint32_t& number, bool until, uint32_t value) {
   thread.waits_on = nullptr;
 }
 
-void Emulator::Run(const std::vector<Grid*>& grids) {
+void Emulator::Launch(dim3 size, int threads, int cluster, uint32_t dynamic_bytes,
+                      std::function<void()> body) {
+  auto* const grid = new Grid(size, threads, cluster, dynamic_bytes, std::move(body));
+  if (!grids_.empty()) grid->previous_ = grids_.back().get();
+  grid->delay_ = static_cast<int>(random_() % 200);
+  grids_.emplace_back(grid);
+}
+
+void Emulator::Run() {
+  const auto grids = std::move(grids_);
+  grids_.clear();
   int64_t last = -1;
   int64_t round = 0;
   int idle = 0;
   const auto running = [&] {
-    return std::any_of(grids.begin(), grids.end(), [](const Grid* grid) { return !grid->done(); });
+    return std::any_of(grids.begin(), grids.end(), [](const auto& grid) { return !grid->done(); });
   };
   while (running()) {
-    for (Grid* grid : grids) {
+    for (const auto& grid : grids) {
+      if (grid->previous_ != nullptr && grid->previous_->holding_ > 0) break;
       if (random_() % 4 == 0) continue;
       for (Block& block : grid->blocks_) {
         if (random_() % kSleepEvery != 0) continue;
@@ -132,7 +144,9 @@ void Emulator::Run(const std::vector<Grid*>& grids) {
         if (thread.done || thread.Waits()) continue;
         if (thread.block->warps[thread.index / 32].asleep_until > round) continue;
         SwitchTo(thread);
-        if (thread.done) --grid->left_;
+        if (!thread.done) continue;
+        --grid->left_;
+        if (grid->done() && !grid->CanFollow()) Fail("a kernel ended before the one before it");
       }
     }
     for (int i = 0; i < 64; ++i) {
@@ -148,7 +162,7 @@ void Emulator::Run(const std::vector<Grid*>& grids) {
     ++round;
     if (idle > kPatience) Fail("all threads wait for each other");
   }
-  for (const Grid* grid : grids) {
+  for (const auto& grid : grids) {
     for (const Block& block : grid->blocks_) {
       for (const auto& [address, barrier] : block.barriers) {
         if (barrier.bytes != 0) Fail("a barrier was left with bytes to come");

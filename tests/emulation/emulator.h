@@ -4,7 +4,8 @@
 // blocks that have left, deadlocks. Knows nothing of memory ordering (every write is seen at once)
 // nor of time.
 //
-// The headers of kernels/isa are shadowed by the ones beside this file.
+// The headers of kernels/isa are shadowed by the ones beside this file: units of kernels/ are
+// compiled as they are, and launch what they launch in production.
 // One Emulator at a time; single-threaded.
 #pragma once
 
@@ -74,12 +75,13 @@ struct Block {
   int rank = 0;  // in its cluster
   int threads = 0;
   int alive = 0;
+  bool lets_next_start = false;
   Grid* grid = nullptr;
   std::vector<Block*>* cluster = nullptr;
   Meeting* cluster_meeting = nullptr;
   std::vector<unsigned char> memory;
   unsigned char* shared = nullptr;  // address 0 of the block's shared memory
-  uint32_t shared_bytes = 0;
+  uint32_t dynamic_bytes = 0;
   std::vector<Warp> warps;
   std::map<uint32_t, Barrier> barriers;  // by address
   Meeting named[16];
@@ -107,30 +109,49 @@ struct Thread {
   std::unique_ptr<Fiber> fiber;
 };
 
+// Where a block's dynamic shared memory begins, as unfavourable as it can be for alignments above
+// 128; and its static one, apart from it, so that what is beyond either is nobody's.
+inline constexpr uint32_t kDynamicAt = 128;
+inline constexpr uint32_t kStaticAt = 256 * 1024;
+inline constexpr uint32_t kStaticBytes = 32 * 1024;
+
+// What hosts ask of the device.
+struct Device {
+  int processors = 4;
+  int dynamic_bytes = 227 * 1024;  // of a block's shared memory, at most
+  int blocks_at_once = 8;
+};
+
 // One launch.
 class Grid {
  public:
-  // shared_bytes: of a block, static and dynamic. may_follow: whether the launches before it are
-  // complete. body: the kernel, once a thread. lines: of the grid, with `blocks` in all.
-  Grid(int blocks, int threads, int cluster, uint32_t shared_bytes,
-       std::function<bool()> may_follow, std::function<void()> body, int lines = 1);
   bool done() const { return left_ == 0; }
-  bool CanFollow() const { return may_follow_(); }
+  // Whether the launches before it are complete.
+  bool CanFollow() { return previous_ == nullptr ? --delay_ < 0 : previous_->done(); }
+  // Of one block, which so lets the next launch start, once all of the grid's have done so or
+  // ended.
+  void LetNextStart(Block* block) {
+    if (!block->lets_next_start) --holding_;
+    block->lets_next_start = true;
+  }
   int columns() const { return columns_; }
   int lines() const { return static_cast<int>(blocks_.size()) / columns_; }
 
  private:
   friend class Emulator;
+  Grid(dim3 size, int threads, int cluster, uint32_t dynamic_bytes, std::function<void()> body);
   static void Enter();
 
-  std::function<bool()> may_follow_;
+  Grid* previous_ = nullptr;
+  int delay_ = 0;  // of the first one: looks until what comes before it is complete
   std::function<void()> body_;
   int columns_;
   std::vector<Block> blocks_;
   std::vector<std::vector<Block*>> clusters_;
   std::vector<Meeting> meetings_;
   std::vector<Thread> threads_;
-  size_t left_ = 0;
+  size_t left_ = 0;     // threads
+  size_t holding_ = 0;  // blocks that keep the next launch from starting
 };
 
 // The state of a run.
@@ -139,8 +160,13 @@ class Emulator {
   explicit Emulator(uint32_t seed) : random_(seed) { current_ = this; }
   ~Emulator() { current_ = nullptr; }
 
-  // Until all are done, side by side.
-  void Run(const std::vector<Grid*>& grids);
+  Device device;
+
+  // Adds a launch of `size` blocks in x and y. body: the kernel, once a thread.
+  void Launch(dim3 size, int threads, int cluster, uint32_t dynamic_bytes,
+              std::function<void()> body);
+  // Until all are done, side by side. Throws what it found.
+  void Run();
   // Something that the copy engine does some time later.
   void Later(std::function<void()> work) { later_.push_back(std::move(work)); }
   void Progress() { ++progress_; }
@@ -160,6 +186,7 @@ class Emulator {
 
   static Emulator* current_;
   std::mt19937 random_;
+  std::vector<std::unique_ptr<Grid>> grids_;
   Thread* thread_ = nullptr;
   jmp_buf scheduler_;
   std::deque<std::function<void()>> later_;
@@ -227,6 +254,15 @@ template <typename T>
 T __shfl_sync(unsigned, T value, int lane) {
   return dorad::emulation::Exchange(value, [lane](const T* all) { return all[lane]; });
 }
+inline unsigned __ballot_sync(unsigned, bool value) {
+  return dorad::emulation::Exchange(value, [](const bool* all) {
+    unsigned bits = 0;
+    for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i]) << i;
+    return bits;
+  });
+}
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline void __threadfence() {}
 template <typename T>
 T __shfl_up_sync(unsigned, T value, int distance) {
   const int lane = static_cast<int>(dorad::emulation::Emulator::Get().thread().index % 32);
@@ -279,3 +315,4 @@ void __stcg(T* to, const T& value) {
 }
 inline int min(int a, int b) { return std::min(a, b); }
 inline int max(int a, int b) { return std::max(a, b); }
+inline int64_t max(int64_t a, int64_t b) { return std::max(a, b); }

@@ -3,9 +3,9 @@
 #include <cmath>
 
 #include "gtest/gtest.h"
-#include "kernels/dora/linear_prefill_kernel.cuh"
-#include "kernels/dora/linear_prefill_mma.cuh"
-#include "kernels/dora/linear_project.cuh"
+#include "kernels/dora/linear_launch.h"
+#include "kernels/dora/linear_prefill_division.cuh"
+#include "kernels/dora/linear_prefill_mma_fetch.cuh"
 #include "tests/emulation/emulator.h"
 #include "tests/emulation/random_layer.h"
 
@@ -13,7 +13,6 @@ namespace dorad::kernels {
 namespace {
 
 using emulation::Emulator;
-using emulation::Grid;
 using Bf16 = __nv_bfloat16;
 
 struct Case {
@@ -32,27 +31,13 @@ class Layer : public RandomLayer {
       : RandomLayer(c.shape, c.segments.back().end, c.has_bias, c.ranks, random),
         case_(c),
         rows_(c.segments.back().end) {
-    const DoraLinearShape& shape = c.shape;
-    args_.p.shape = shape;
-    args_.p.rows = rows_;
-    args_.p.max_rank = max_rank_;
-    args_.p.x = x_.data();
-    args_.p.w = w_.data();
-    args_.p.bias = c.has_bias ? bias_.data() : nullptr;
-    args_.p.table = {factors_.data(), shape.parts};
-    args_.p.maps = maps_.data();
-    args_.p.segments = case_.segments.data();
-    args_.p.num_segments = static_cast<int>(case_.segments.size());
-    args_.plan.splits = c.splits;
-    args_.plan.log_splits = c.splits - 1;
-    args_.plan.chunks = CeilDiv(shape.in, kLinearStageK);
-    args_.plan.a_chunks = CeilDiv(args_.plan.chunks, kLinearSlices);
+    plan_.splits = c.splits;
+    plan_.log_splits = c.splits - 1;
+    plan_.chunks = CeilDiv(c.shape.in, kLinearStageK);
+    plan_.a_chunks = CeilDiv(plan_.chunks, kLinearSlices);
     for (int part = 0; part < kDoraLinearMaxParts; ++part) {
-      args_.part_begin[part + 1] = args_.part_begin[part] + shape.out[part];
+      part_begin_[part + 1] = part_begin_[part] + c.shape.out[part];
     }
-    args_.bands = CeilDiv(rows_, kPrefillBandRows);
-    args_.ldh = RoundUp(max_rank_, kLinearStageK);
-    args_.counters = &counters_;
   }
 
   // sliced: each cluster shrinks a slice of K; else whole panels. shares_rows: a cluster's blocks
@@ -60,94 +45,42 @@ class Layer : public RandomLayer {
   // K, two clusters divide a tile.
   template <int kN>
   std::vector<float> Run(bool y_fp32, bool sliced, bool shares_rows, int clusters) {
-    using Shared = typename PrefillBlock<kN>::Shared;
-    constexpr uint32_t kDynamic = PrefillConfig<kN>::kStaticBytes;
-    std::vector<float> y(size_t{1} * rows_ * out_, NAN);
-    std::vector<Bf16> rounded(y.size());
-    const int columns = case_.shape.parts * args_.ldh;
-    std::vector<Bf16> h(size_t{1} * rows_ * columns, __float2bfloat16(NAN));
-    const int panels = CeilDiv(out_, kN);
-    args_.shares_rows = shares_rows;
-    const int box_rows = shares_rows ? kPrefillTileRows / 2 : kPrefillTileRows;
-    args_.tile_bands = CeilDiv(rows_, shares_rows ? kPrefillTileRows : kPrefillBandRows);
-    args_.tile_panels = shares_rows ? CeilDiv(panels, 2) : panels;
-    args_.group = std::min(args_.tile_bands, 8);
-    const int tiles = args_.tile_bands * args_.tile_panels;
-    args_.divides = case_.splits == 2 && 2 * tiles <= clusters;
-    std::vector<float> given(size_t{2} * tiles * kPrefillTileRows * kN, NAN);
-    args_.given = given.data();
-    args_.h = h.data();
-    std::vector<float> shares(
-        kPrefillSlicedPanels * kLinearSlices * kPrefillShareBytes / sizeof(float), NAN);
-    args_.shares = sliced ? shares.data() : nullptr;
-    args_.meeting_cost = -100000;  // always worth it
-    args_.p.y_fp32 = y_fp32;
-    args_.p.y = y_fp32 ? static_cast<void*>(y.data()) : static_cast<void*>(rounded.data());
-    const int in = case_.shape.in;
-    const CUtensorMap w_map = MapOf(w_.data(), out_, in, in, kN / 2);
-    const CUtensorMap x_map = MapOf(x_.data(), rows_, in, in, box_rows);
-    const CUtensorMap h_map = MapOf(h.data(), rows_, columns, columns, box_rows);
-    int delay = static_cast<int>(random_() % 200);  // until x is there
-    Grid grid(
-        2 * clusters, kPrefillThreads, 2, kDynamic + PrefillConfig<kN>::kDynamicBytes,
-        [&delay] { return --delay < 0; },
-        [&] {
-          auto& shared = *reinterpret_cast<Shared*>(emulation::ThisBlock().shared);
-          RunPrefill<kN>(&w_map, &x_map, &h_map, args_, shared, kDynamic);
-        });
-    Emulator::Get().Run({&grid});
-    EXPECT_EQ(counters_.shares | counters_.shrunk | counters_.left, 0u);
-    EXPECT_EQ(counters_.given | counters_.taken, 0u);
-    if (!y_fp32) std::transform(rounded.begin(), rounded.end(), y.begin(), __bfloat162float);
-    return y;
+    Emulator::Get().device.blocks_at_once = kPrefillCluster * clusters;
+    return RunPrefill(KernelIsa::kSm90, y_fp32, [&](const PrefillLaunch& launch) {
+      PrefillArgs args = PrefillArgsOf(launch);
+      args.meeting_cost = -100000;  // slices and divided tiles are always worth it
+      args.exchange_cost = 0;
+      if (!sliced) args.shares = nullptr;
+      return LaunchDivision<kN>(args, DividePrefill(args, kN, shares_rows), nullptr);
+    });
   }
 
-  // The form of every GPU. Some blocks have several tiles, some none. sliced: so is the shrink.
-  template <int kN>
-  std::vector<float> RunMma(bool y_fp32, int blocks, int stages, bool sliced) {
-    using Block = PrefillMmaBlock<kN>;
-    constexpr uint32_t kDynamic = RoundUp(sizeof(typename Block::Shared), 128);
-    std::vector<float> y(size_t{1} * rows_ * out_, NAN);
-    std::vector<Bf16> rounded(y.size());
-    std::vector<Bf16> h(size_t{1} * rows_ * case_.shape.parts * args_.ldh, __float2bfloat16(NAN));
-    PrefillMmaArgs args = {args_};
-    args.tile_bands = CeilDiv(rows_, kPrefillTileRows);
-    args.tile_panels = CeilDiv(out_, kN);
-    args.group = std::min(args.tile_bands, 2);
-    args.h = h.data();
-    args.stages = stages;
-    std::vector<float> shares(
-        kPrefillMmaSlicedPanels * kLinearSlices * kPrefillMmaShareBytes / sizeof(float), NAN);
-    std::vector<uint32_t> summed(kPrefillMmaSlicedPanels);
-    args.shares = sliced ? shares.data() : nullptr;
-    args.summed = summed.data();
-    std::vector<float> kept(size_t{1} * blocks * kPrefillTileRows * kN, NAN);
-    args.kept = reinterpret_cast<float4*>(kept.data());
-    args.p.y_fp32 = y_fp32;
-    args.p.y = y_fp32 ? static_cast<void*>(y.data()) : static_cast<void*>(rounded.data());
-    int delay = static_cast<int>(random_() % 200);  // until x is there
-    Grid grid(
-        blocks, kPrefillMmaThreads, 1, kDynamic + stages * Block::kStageBytes,
-        [&delay] { return --delay < 0; },
-        [&] {
-          auto& shared = *reinterpret_cast<typename Block::Shared*>(emulation::ThisBlock().shared);
-          Block(args, shared, kDynamic).Run();
-        });
-    Emulator::Get().Run({&grid});
-    EXPECT_EQ(counters_.shares | counters_.shrunk | counters_.left, 0u);
-    EXPECT_EQ(summed, std::vector<uint32_t>(summed.size()));
-    if (!y_fp32) std::transform(rounded.begin(), rounded.end(), y.begin(), __bfloat162float);
-    return y;
+  // As the server launches it on a GPU with so many multiprocessors.
+  std::vector<float> Run(bool y_fp32, int processors) {
+    Emulator::Get().device.blocks_at_once = processors;
+    return RunPrefill(KernelIsa::kSm90, y_fp32, [&](PrefillLaunch launch) {
+      launch.processors = processors;
+      return LaunchPrefillSm90(launch);
+    });
+  }
+
+  // The form of every GPU. Some blocks have several tiles, some none. processors: with one, panels
+  // are wide; with many, they are narrow. sliced: so is the shrink.
+  std::vector<float> RunMma(bool y_fp32, int processors, int blocks, int stages, bool sliced) {
+    emulation::Device& device = Emulator::Get().device;
+    device.blocks_at_once = blocks;
+    const int panel_rows = processors == 1 ? 256 : 128;
+    device.dynamic_bytes =
+        128 + stages * (kPrefillMmaBatchBytes + panel_rows * kPrefillMmaRowBytes);
+    return RunPrefill(KernelIsa::kMma, y_fp32, [&](PrefillLaunch launch) {
+      launch.processors = processors;
+      if (!sliced) launch.shares = nullptr;
+      return LaunchPrefillMma(launch);
+    });
   }
 
   // Up to 32 rows through DoraLinear's kernel for every GPU.
   std::vector<float> RunDecode(int first_row, int rows) {
-    using Isa = MmaIsa<2>;
-    constexpr int kPanel = 32;
-    using Config = ProjectConfig<Isa, 1, kPanel, true>;
-    using Shared = typename ProjectBlock<Isa, 1, kPanel, true>::Shared;
-    constexpr uint32_t kDynamic = RoundUp(sizeof(Shared), 1024);
-    const int in = case_.shape.in;
     std::vector<RowSegment> segments;
     for (const RowSegment& segment : case_.segments) {
       const int begin = std::max(segment.begin - first_row, 0);
@@ -156,59 +89,28 @@ class Layer : public RandomLayer {
     }
     const auto num_segments = static_cast<int32_t>(segments.size());
     segments.resize(rows);
-    std::vector<float> y(size_t{1} * rows * out_, NAN);
-    LinearSignals signals = {};
-    LinearArgs args = {};
-    args.p.shape = case_.shape;
-    args.p.rows = rows;
-    args.p.max_rank = max_rank_;
-    args.p.x = x_.data() + size_t{1} * first_row * in;
-    args.p.w = w_.data();
-    args.p.bias = args_.p.bias;
-    args.p.table = args_.p.table;
-    args.p.segments = segments.data();
-    args.p.num_segments = &num_segments;
-    args.p.y = y.data();
-    args.p.y_fp32 = true;
-    args.plan = args_.plan;
-    args.plan.group_rows = rows;
-    args.plan.panel_rows = kPanel;
-    args.plan.panels = CeilDiv(out_, kPanel);
-    std::vector<float> given(size_t{64} * args.plan.panels * kPanel, NAN);
-    std::vector<uint32_t> is_given(args.plan.panels);
-    args.given = reinterpret_cast<float4*>(given.data());
-    args.is_given = is_given.data();
-    std::copy_n(args_.part_begin, kDoraLinearMaxParts + 1, args.part_begin);
-    args.x_rows = RoundUp(rows, 16);
-    args.log_siblings = 0;
-    args.stages = 3;
-    args.flight = 2;
-    args.ldh = RoundUp(max_rank_, 8);
-    args.signals = &signals;
-    std::vector<Bf16> h(size_t{1} * case_.shape.parts * rows * args.ldh, __float2bfloat16(NAN));
-    std::vector<float> shares(h.size() * kLinearSlices, NAN);
-    args.h = h.data();
-    args.shares = shares.data();
-    typename Isa::Matrix w_map, x_map;
-    EncodeMatrix(w_.data(), out_, in, in, kPanel, &w_map);
-    EncodeMatrix(args.p.x, rows, in, in, args.x_rows, &x_map);
-    const int stage_bytes =
-        Config::kWeightBytes + Config::kStageChunks * args.x_rows * 2 * kLinearStageK;
-    Grid grid(
-        kLinearSlices, Config::kThreads, 1, kDynamic + args.stages * stage_bytes,
-        [] { return true; },
-        [&] {
-          auto& shared = *reinterpret_cast<Shared*>(emulation::ThisBlock().shared);
-          RunProject<Isa, 1, kPanel, true>(&w_map, &x_map, &x_map, args, shared, kDynamic);
-        });
-    Emulator::Get().Run({&grid});
-    return y;
+    emulation::Device& device = Emulator::Get().device;
+    device.blocks_at_once = 1000;
+    device.dynamic_bytes = MmaIsa<2>::kSharedBytes;
+    return RunInto(rows, /*y_fp32=*/true, [&](void* y) {
+      auto params = ParamsOf<DoraLinearParams>(first_row, rows, KernelIsa::kMma, y, true);
+      params.segments = segments.data();
+      params.num_segments = &num_segments;
+      Workspace workspace(DoraLinearWorkspaceBytes(shape_, rows, max_rank_));
+      params.workspace = workspace.data();
+      params.workspace_bytes = workspace.bytes();
+      const int processors = 2 * kLinearSlices;
+      const LinearPlan plan =
+          PlanMmaPieces(shape_, rows, max_rank_ > 0, processors, case_.splits).plan;
+      ASSERT_EQ(LaunchLinearMma(params, plan, processors, nullptr), cudaSuccess);
+      Emulator::Get().Run();
+    });
   }
 
   // What a row of y is to be, as fp32.
   std::vector<float> Expected(int row, int slot, KernelIsa isa) const {
     const DoraLinearShape& shape = case_.shape;
-    LinearPlan plan = args_.plan;
+    const LinearPlan& plan = plan_;
     const Bf16* x = &x_[size_t{1} * row * shape.in];
     std::vector<float> y;
     for (int part = 0; part < shape.parts; ++part) {
@@ -226,7 +128,7 @@ class Layer : public RandomLayer {
       }
       const int chunks = CeilDiv(f.rank, kLinearStageK);
       for (int n = 0; n < shape.out[part]; ++n) {
-        const int row_of_w = args_.part_begin[part] + n;
+        const int row_of_w = part_begin_[part] + n;
         float sum = 0.0f;
         for (int split = 0; split < plan.splits; ++split) {
           const auto of_w = [&](int i) {
@@ -251,6 +153,23 @@ class Layer : public RandomLayer {
   }
 
  private:
+  // launch(PrefillLaunch): of all rows.
+  template <typename F>
+  std::vector<float> RunPrefill(KernelIsa isa, bool y_fp32, F launch) {
+    return RunInto(rows_, y_fp32, [&](void* y) {
+      auto params = ParamsOf<DoraLinearPrefillParams>(0, rows_, isa, y, y_fp32);
+      if (!case_.has_bias) params.bias = nullptr;
+      params.segments = case_.segments.data();
+      params.num_segments = static_cast<int>(case_.segments.size());
+      Workspace workspace(DoraLinearPrefillWorkspaceBytes(shape_, rows_, max_rank_));
+      params.workspace = workspace.data();
+      params.workspace_bytes = workspace.bytes();
+      ASSERT_EQ(launch(LayOutPrefill(params, plan_)), cudaSuccess);
+      Emulator::Get().Run();
+      EXPECT_TRUE(workspace.CountersAreZero());
+    });
+  }
+
   // Stages [first, end) of two lines, as the emulated tensor cores add them.
   static void AddProducts(float* sum, const Bf16* a, const Bf16* b, int size, int first, int end) {
     for (int begin = first * kLinearStageK; begin < end * kLinearStageK; begin += 16) {
@@ -264,8 +183,8 @@ class Layer : public RandomLayer {
 
   const Case case_;
   const int rows_;
-  PrefillCounters counters_ = {};
-  PrefillArgs args_ = {};
+  LinearPlan plan_;
+  int part_begin_[kDoraLinearMaxParts + 1] = {};
 };
 
 class EmulatedLinearPrefillTest : public ::testing::TestWithParam<Case> {
@@ -312,27 +231,32 @@ TEST_P(EmulatedLinearPrefillTest, SumsAreThoseOfThePlan) {
       /*shares_rows=*/false, kMany);
   run(std::integral_constant<int, 256>(), /*y_fp32=*/false, /*sliced=*/false,
       /*shares_rows=*/true, kMany);
+  for (const int processors : {4, 2 * kMany}) {
+    ASSERT_NO_THROW(y = layer.Run(/*y_fp32=*/true, processors));
+    ExpectTheSameBits(layer, y, /*y_fp32=*/true);
+  }
 }
 
 TEST_P(EmulatedLinearPrefillTest, SumsOfEveryGpuAreThoseOfThePlan) {
   Layer layer(GetParam(), &emulator_.random());
   std::vector<float> y;
-  ASSERT_NO_THROW(
-      y = layer.RunMma<256>(/*y_fp32=*/true, /*blocks=*/3, /*stages=*/2, /*sliced=*/false));
+  constexpr int kMany = 1000;
+  ASSERT_NO_THROW(y = layer.RunMma(/*y_fp32=*/true, /*processors=*/1, /*blocks=*/3, /*stages=*/2,
+                                   /*sliced=*/false));
   ExpectTheSameBits(layer, y, /*y_fp32=*/true, KernelIsa::kMma);
-  ASSERT_NO_THROW(
-      y = layer.RunMma<128>(/*y_fp32=*/false, /*blocks=*/7, /*stages=*/3, /*sliced=*/true));
+  ASSERT_NO_THROW(y = layer.RunMma(/*y_fp32=*/false, kMany, /*blocks=*/7, /*stages=*/3,
+                                   /*sliced=*/true));
   ExpectTheSameBits(layer, y, /*y_fp32=*/false, KernelIsa::kMma);
-  ASSERT_NO_THROW(
-      y = layer.RunMma<256>(/*y_fp32=*/false, /*blocks=*/4, /*stages=*/4, /*sliced=*/true));
+  ASSERT_NO_THROW(y = layer.RunMma(/*y_fp32=*/false, /*processors=*/1, /*blocks=*/4, /*stages=*/4,
+                                   /*sliced=*/true));
   ExpectTheSameBits(layer, y, /*y_fp32=*/false, KernelIsa::kMma);
 }
 
 TEST_P(EmulatedLinearPrefillTest, ARowHasTheBitsOfADecodeStepOnEveryGpu) {
   Layer layer(GetParam(), &emulator_.random());
   std::vector<float> y;
-  ASSERT_NO_THROW(
-      y = layer.RunMma<128>(/*y_fp32=*/true, /*blocks=*/3, /*stages=*/3, /*sliced=*/false));
+  ASSERT_NO_THROW(y = layer.RunMma(/*y_fp32=*/true, /*processors=*/1000, /*blocks=*/3,
+                                   /*stages=*/3, /*sliced=*/false));
   for (const int first : {0, 89, 120, 250}) {
     constexpr int kRows = 17;
     std::vector<float> decoded;

@@ -4,7 +4,7 @@
 
 #include "gtest/gtest.h"
 #include "kernels/dora/linear_grid.cuh"
-#include "kernels/dora/linear_project.cuh"
+#include "kernels/dora/linear_launch.h"
 #include "kernels/isa/mma/isa.cuh"
 #include "kernels/isa/sm90/isa.cuh"
 #include "tests/emulation/emulator.h"
@@ -14,7 +14,6 @@ namespace dorad::kernels {
 namespace {
 
 using emulation::Emulator;
-using emulation::Grid;
 
 struct Cut {
   int panel_rows;
@@ -37,31 +36,22 @@ class Layer : public RandomLayer {
         isa_(isa) {}
 
   // Rows 0.. of x under `segments`: y, as fp32. may_adapt: with the kernel that takes adapters.
-  std::vector<float> Run(const std::vector<RowSegment>& segments, bool y_fp32,
-                         bool may_adapt = true) {
+  std::vector<float> Run(std::vector<RowSegment> segments, bool y_fp32, bool may_adapt = true) {
     const int rows = segments.back().end;
-    std::vector<float> y(size_t{1} * rows * out_, NAN);
-    std::vector<__nv_bfloat16> rounded(y.size());
-    LinearArgs args = Args(segments);
-    if (!may_adapt) args.p.max_rank = 0;
-    args.p.y_fp32 = y_fp32;
-    args.p.y = y_fp32 ? static_cast<void*>(y.data()) : static_cast<void*>(rounded.data());
-    std::vector<__nv_bfloat16> h(size_t{1} * case_.shape.parts * rows * args.ldh,
-                                 __float2bfloat16(NAN));
-    std::vector<float> shares(h.size() * kLinearSlices, NAN);
-    args.h = h.data();
-    args.shares = shares.data();
-    if (isa_ == KernelIsa::kSm90) {
-      RunSm90(args);
-    } else {
-      RunMma(args);
-    }
-    EXPECT_EQ(is_given_, std::vector<uint32_t>(is_given_.size()));
-    for (const LinearSignals& signals : signals_) {
-      EXPECT_EQ(signals.shares | signals.h | signals.left, 0u);
-    }
-    if (!y_fp32) std::transform(rounded.begin(), rounded.end(), y.begin(), __bfloat162float);
-    return y;
+    const auto num_segments = static_cast<int32_t>(segments.size());
+    segments.resize(rows);
+    return RunInto(rows, y_fp32, [&](void* y) {
+      auto params = ParamsOf<DoraLinearParams>(0, rows, isa_, y, y_fp32);
+      if (!may_adapt) params.max_rank = 0;
+      params.segments = segments.data();
+      params.num_segments = &num_segments;
+      Workspace workspace(DoraLinearWorkspaceBytes(shape_, rows, params.max_rank));
+      params.workspace = workspace.data();
+      params.workspace_bytes = workspace.bytes();
+      ASSERT_EQ(Launch(params), cudaSuccess);
+      Emulator::Get().Run();
+      EXPECT_TRUE(workspace.CountersAreZero());
+    });
   }
 
   std::vector<double> Reference(int row, int slot) const {
@@ -95,137 +85,85 @@ class Layer : public RandomLayer {
   }
 
  private:
-  LinearArgs Args(const std::vector<RowSegment>& segments) {
-    segments_ = segments;
-    num_segments_ = static_cast<int32_t>(segments.size());
-    segments_.resize(kDoraLinearMaxRows);
-    LinearArgs args = {};
-    args.p.shape = case_.shape;
-    args.p.rows = segments.back().end;
-    args.p.max_rank = max_rank_;
-    args.p.x = x_.data();
-    args.p.w = w_.data();
-    args.p.bias = bias_.data();
-    args.p.table = {factors_.data(), case_.shape.parts};
-    args.p.maps = maps_.data();
-    args.p.segments = segments_.data();
-    args.p.num_segments = &num_segments_;
-    args.plan.panel_rows = case_.cut.panel_rows;
-    args.plan.splits = case_.cut.splits;
-    args.plan.log_splits = case_.cut.splits - 1;
-    args.plan.panels = CeilDiv(out_, case_.cut.panel_rows);
-    args.plan.chunks = CeilDiv(case_.shape.in, kLinearStageK);
-    args.plan.a_chunks = CeilDiv(args.plan.chunks, kLinearSlices);
-    for (int part = 0; part < kDoraLinearMaxParts; ++part) {
-      args.part_begin[part + 1] =
-          args.part_begin[part] + (part < case_.shape.parts ? case_.shape.out[part] : 0);
+  // As production does it with such a plan, with a ring of few stages: some blocks have several
+  // panels, some have none, and some have no part of the shrink.
+  cudaError_t Launch(const DoraLinearParams& params) {
+    const bool adapted = params.max_rank > 0;
+    const int splits = case_.cut.splits;
+    Emulator::Get().device.blocks_at_once = 1000;
+    LinearPlan plan;
+    if (isa_ == KernelIsa::kMma) {
+      plan = PlanMmaPieces(shape_, params.rows, adapted, 2 * (case_.cut.teams * kLinearSlices + 2),
+                           splits)
+                 .plan;
+    } else {
+      plan.panel_rows = case_.cut.panel_rows;
+      plan.splits = splits;
+      plan.log_splits = splits - 1;
+      plan.panels = CeilDiv(out_, plan.panel_rows);
+      plan.chunks = CeilDiv(shape_.in, kLinearStageK);
+      plan.a_chunks = CeilDiv(plan.chunks, kLinearSlices);
     }
-    args.ldh = RoundUp(max_rank_, 8);
-    args.signals = signals_;
-    return args;
-  }
-
-  void RunSm90(LinearArgs args) {
-    const int tiles = args.p.rows <= 64 ? 1 : args.p.rows <= 128 ? 2 : 4;
-    args.log_siblings = args.plan.splits == 1 && tiles > 1 ? 1 : 0;
-    args.x_rows = RoundUp(args.p.rows, tiles == 1 ? 8 : 64);
-    if (tiles == 1) return RunWidths<Sm90Isa, 1>(args);
-    if (tiles == 2) return RunWidths<Sm90Isa, 2>(args);
-    RunWidths<Sm90Isa, 4>(args);
-  }
-
-  // As DoraLinear does it.
-  void RunMma(LinearArgs args) {
-    args.log_siblings = 0;
-    args.plan = PlanMmaPieces(case_.shape, args.p.rows, args.p.max_rank > 0,
-                              2 * (case_.cut.teams * kLinearSlices + 2), case_.cut.splits)
-                    .plan;
-    std::vector<float> given(size_t{4} * 64 * (out_ + 192), NAN);
-    args.given = reinterpret_cast<float4*>(given.data());
-    args.is_given = is_given_.data();
-    const int rows = args.plan.group_rows;
-    args.x_rows = RoundUp(rows, rows > 64 ? 64 : 16);
-    if (rows > 64) return RunWidths<MmaIsa<1, 4, 2>, 2>(args);
-    if (rows > 32) return RunWidths<MmaIsa<4>, 1>(args);
-    RunWidths<MmaIsa<2>, 1>(args);
-  }
-
-  template <typename Isa, int kM>
-  void RunWidths(const LinearArgs& args) {
-    const auto run = [&](auto panel) {
-      const auto run_form = [&](auto adapted) {
-        if constexpr (Isa::kHasClusters || IsMmaPanel(kM, panel, adapted)) {
-          RunPanels<Isa, kM, panel, adapted>(args);
-        } else {
-          FAIL() << "no panels of " << panel << " rows for " << kM << " tiles";
-        }
-      };
-      if (args.p.max_rank > 0) {
-        run_form(std::true_type());
+    const int processors =
+        (adapted ? case_.cut.teams * kLinearSlices + 2 : 4 * splits) * plan.row_groups;
+    if (isa_ == KernelIsa::kMma) {
+      if (plan.group_rows > 64) {
+        ChooseStages<MmaIsa<1, 4, 2>, 2>(plan, adapted);
+      } else if (plan.group_rows > 32) {
+        ChooseStages<MmaIsa<4>, 1>(plan, adapted);
       } else {
-        run_form(std::false_type());
+        ChooseStages<MmaIsa<2>, 1>(plan, adapted);
+      }
+      return LaunchLinearMma(params, plan, processors, nullptr);
+    }
+    if (params.rows > 128) {
+      ChooseStages<Sm90Isa, 4>(plan, adapted);
+    } else if (params.rows > 64) {
+      ChooseStages<Sm90Isa, 2>(plan, adapted);
+    } else {
+      ChooseStages<Sm90Isa, 1>(plan, adapted);
+    }
+    return LaunchLinearSm90(params, plan, processors, nullptr);
+  }
+
+  // Shared memory for 2 to 4 stages, or a few more for a small batch.
+  template <typename Isa, int kM>
+  void ChooseStages(const LinearPlan& plan, bool adapted) {
+    const int stages = 2 + static_cast<int>(random_() % 3);
+    const auto choose = [&](auto panel, auto is_adapted) {
+      if constexpr (Isa::kHasClusters || IsMmaPanel(kM, panel, is_adapted)) {
+        int& bytes = Emulator::Get().device.dynamic_bytes;
+        bytes = 0;
+        while (FitRing<Isa, kM, panel, is_adapted>(plan.splits, 64 * kM, bytes).stages < stages) {
+          bytes += 512;
+        }
+      } else {
+        FAIL() << "no panels of " << panel << " rows for " << kM << " tiles";
       }
     };
-    switch (args.plan.panel_rows) {
+    const auto choose_form = [&](auto panel) {
+      if (adapted) {
+        choose(panel, std::true_type());
+      } else {
+        choose(panel, std::false_type());
+      }
+    };
+    switch (plan.panel_rows) {
       case 32:
-        return run(std::integral_constant<int, 32>());
+        return choose_form(std::integral_constant<int, 32>());
       case 64:
-        return run(std::integral_constant<int, 64>());
-      case 128:
-        return run(std::integral_constant<int, 128>());
+        return choose_form(std::integral_constant<int, 64>());
       case 96:
-        return run(std::integral_constant<int, 96>());
+        return choose_form(std::integral_constant<int, 96>());
+      case 128:
+        return choose_form(std::integral_constant<int, 128>());
       default:
-        return run(std::integral_constant<int, 192>());
+        return choose_form(std::integral_constant<int, 192>());
     }
-  }
-
-  template <typename Isa, int kM, int kPanel, bool kAdapted>
-  void RunPanels(LinearArgs args) {
-    using Config = ProjectConfig<Isa, kM, kPanel, kAdapted>;
-    using Shared = typename ProjectBlock<Isa, kM, kPanel, kAdapted>::Shared;
-    const int rows = args.p.rows;
-    const int in = case_.shape.in;
-    typename Isa::Matrix w_map, x_map, x_tile_map;
-    EncodeMatrix(w_.data(), out_, in, in, kPanel, &w_map);
-    EncodeMatrix(x_.data(), rows, in, in, args.x_rows >> args.log_siblings, &x_map);
-    EncodeMatrix(x_.data(), rows, in, in, std::min(64, args.x_rows), &x_tile_map);
-    // As production does it, with a ring of few stages: some blocks have several panels, some have
-    // none, and some have no part of the shrink.
-    const int wanted_stages = 2 + static_cast<int>(random_() % 3);
-    int shared_bytes = 0;
-    while (FitRing<Isa, kM, kPanel, kAdapted>(args.plan.splits, args.x_rows, shared_bytes).stages <
-           wanted_stages) {
-      shared_bytes += 512;
-    }
-    const int groups = args.plan.row_groups;
-    const int processors =
-        kAdapted ? case_.cut.teams * kLinearSlices + 2 : 2 * args.plan.splits << args.log_siblings;
-    const auto planned =
-        PlanGrid<Isa, kM, kPanel, kAdapted>(processors * groups, shared_bytes, &args);
-    ASSERT_GE(args.stages, 2);
-    args.flight = 1 + static_cast<int>(random_() % args.flight);
-    // Where dynamic shared memory begins behind the static one, and nothing is lost by alignment.
-    constexpr uint32_t kDynamic = (sizeof(Shared) + 1023) / 1024 * 1024;
-    int delay = static_cast<int>(random_() % 200);  // until x is there
-    Grid grid(
-        planned.blocks * groups, Config::kThreads, planned.cluster,
-        kDynamic + planned.dynamic_bytes - kAlignBytes, [&delay] { return --delay < 0; },
-        [&] {
-          auto& shared = *reinterpret_cast<Shared*>(emulation::ThisBlock().shared);
-          RunProject<Isa, kM, kPanel, kAdapted>(&w_map, &x_map, &x_tile_map, args, shared,
-                                                kDynamic);
-        },
-        groups);
-    Emulator::Get().Run({&grid});
   }
 
   const Case case_;
   const KernelIsa isa_;
-  std::vector<RowSegment> segments_;
-  int32_t num_segments_ = 0;
-  LinearSignals signals_[kLinearMostRowGroups] = {};
-  std::vector<uint32_t> is_given_ = std::vector<uint32_t>(kLinearGivenSignals);
 };
 
 // The base, then slots 0, 2 and 1.

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "kernels/dora/norm_gemm_launch.h"
 #include "kernels/dora/norm_gemm_mma.cuh"
 #include "tests/emulation/emulator.h"
 
@@ -13,7 +14,6 @@ namespace dorad::kernels::norm {
 namespace {
 
 using emulation::Emulator;
-using emulation::Grid;
 
 constexpr float kScale = 1.5f;
 
@@ -124,15 +124,10 @@ void ExpectReference(const std::vector<Sizes>& sizes, int blocks) {
     products.push_back(std::make_unique<Product<C>>(each, &emulator.random()));
     gemms.push_back(products.back()->gemm());
   }
-  PlainParams params = {};
-  ASSERT_EQ(Describe<C>(gemms.data(), static_cast<int>(gemms.size()),
-                        {kWarpRows, kWarpRows, kWarpRows}, &params),
+  ASSERT_EQ(LaunchMma(gemms.data(), static_cast<int>(gemms.size()), C::tile_n,
+                      /*multiprocessors=*/blocks, nullptr),
             cudaSuccess);
-  constexpr uint32_t kBarriers = kMmaStages * kStageBytes;
-  Grid grid(
-      blocks, kMmaThreads, 1, kBarriers + 8 * kMmaStages, [] { return true; },
-      [&] { RowGemmBlock<C>(params, 0, kBarriers); });
-  ASSERT_NO_THROW(emulator.Run({&grid}));
+  ASSERT_NO_THROW(emulator.Run());
   for (const auto& product : products) product->Expect();
 }
 

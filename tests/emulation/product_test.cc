@@ -3,7 +3,9 @@
 #include <cmath>
 
 #include "gtest/gtest.h"
+#include "kernels/isa/dependent_launch.cuh"
 #include "kernels/isa/mma/isa.cuh"
+#include "kernels/isa/shared.cuh"
 #include "kernels/isa/sm90/isa.cuh"
 #include "tests/emulation/emulator.h"
 
@@ -11,7 +13,6 @@ namespace dorad::kernels {
 namespace {
 
 using emulation::Emulator;
-using emulation::Grid;
 
 constexpr int kK = 64;
 
@@ -32,42 +33,42 @@ class Product {
     std::vector<float> d(Isa::kRowWarps * kWarpRows * kN, NAN);
     const PlainMatrix a = {a_.data(), 64, kK, kK, 64};
     const PlainMatrix b = {b_.data(), kN, kK, kK, kN};
-    Grid grid(
-        1, 128, 1, (64 + kN) * 128 + 8, [] { return true; },
-        [&] {
-          const int lane = static_cast<int>(threadIdx.x % 32);
-          const int warp = static_cast<int>(threadIdx.x / 32);
-          const uint32_t b_tile = 64 * 128;
-          const uint32_t barrier = (64 + kN) * 128;
-          if (threadIdx.x == 0) BarrierInit(barrier, 1);
-          __syncthreads();
-          if (warp == 0) {
-            MmaIsa<4>::Fetch(0, MmaIsa<4>::RowsOf(a, 0, 64), 0, barrier);
-            MmaIsa<4>::Fetch(b_tile, MmaIsa<4>::RowsOf(b, 0, kN), 0, barrier);
-            MmaIsa<4>::Complete(barrier);
-          }
-          BarrierWait(barrier, 0);
-          if (warp >= Isa::kGroupWarps) return;
-          constexpr int kColumns = kN * Isa::kRowWarps / Isa::kGroupWarps;
-          float sums[Isa::kRowBlocks * kColumns / 2] = {};
-          for (int i = 0; i < 2; ++i) {
-            Isa::Begin(true);
-            Isa::template Multiply<kN>(sums, Isa::Tile(0), Isa::Tile(b_tile));
-            Isa::End();
-          }
-          for (int i = 0; i < Isa::kRowBlocks * kColumns / 8; ++i) {
-            for (int j = 0; j < 4; ++j) {
-              const int block = i / (kColumns / 8);
-              const int row = warp % Isa::kRowWarps * kWarpRows + 16 * block + lane / 4 + j / 2 * 8;
-              const int column = warp / Isa::kRowWarps * kColumns + 8 * (i % (kColumns / 8)) +
-                                 lane % 4 * 2 + j % 2;
-              float& to = d[row * kN + column];
-              if (!std::isnan(to)) emulation::Fail("two lanes have one element");
-              to = sums[4 * i + j];
-            }
-          }
-        });
-    Emulator::Get().Run({&grid});
+    Emulator::Get().Launch(1, /*threads=*/128, /*cluster=*/1, 1024 + (64 + kN) * 128 + 8, [&] {
+      WaitForPrevious();
+      const int lane = static_cast<int>(threadIdx.x % 32);
+      const int warp = static_cast<int>(threadIdx.x / 32);
+      const uint32_t a_tile = SharedAddress(DynamicShared<1024>());
+      const uint32_t b_tile = a_tile + 64 * 128;
+      const uint32_t barrier = a_tile + (64 + kN) * 128;
+      if (threadIdx.x == 0) BarrierInit(barrier, 1);
+      __syncthreads();
+      if (warp == 0) {
+        MmaIsa<4>::Fetch(a_tile, MmaIsa<4>::RowsOf(a, 0, 64), 0, barrier);
+        MmaIsa<4>::Fetch(b_tile, MmaIsa<4>::RowsOf(b, 0, kN), 0, barrier);
+        MmaIsa<4>::Complete(barrier);
+      }
+      BarrierWait(barrier, 0);
+      if (warp >= Isa::kGroupWarps) return;
+      constexpr int kColumns = kN * Isa::kRowWarps / Isa::kGroupWarps;
+      float sums[Isa::kRowBlocks * kColumns / 2] = {};
+      for (int i = 0; i < 2; ++i) {
+        Isa::Begin(true);
+        Isa::template Multiply<kN>(sums, Isa::Tile(a_tile), Isa::Tile(b_tile));
+        Isa::End();
+      }
+      for (int i = 0; i < Isa::kRowBlocks * kColumns / 8; ++i) {
+        for (int j = 0; j < 4; ++j) {
+          const int block = i / (kColumns / 8);
+          const int row = warp % Isa::kRowWarps * kWarpRows + 16 * block + lane / 4 + j / 2 * 8;
+          const int column =
+              warp / Isa::kRowWarps * kColumns + 8 * (i % (kColumns / 8)) + lane % 4 * 2 + j % 2;
+          float& to = d[row * kN + column];
+          if (!std::isnan(to)) emulation::Fail("two lanes have one element");
+          to = sums[4 * i + j];
+        }
+      }
+    });
+    Emulator::Get().Run();
     return d;
   }
 

@@ -1,31 +1,37 @@
 // A module's weights and adapters for emulated projections: random, some of them plain LoRA.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <random>
 #include <vector>
 
 #include "kernels/dora/linear_plan.h"
-#include "kernels/isa/sm90/copy.cuh"
 #include "tests/emulation/emulator.h"
 
 namespace dorad::kernels {
 
-inline cudaError_t EncodeMatrix(const __nv_bfloat16* data, int64_t rows, int64_t columns,
-                                int64_t ld, int box_rows, CUtensorMap* map) {
-  const FakeMap fake = {data, static_cast<int>(rows), static_cast<int>(columns),
-                        static_cast<int>(ld), box_rows};
-  *map = {};
-  std::memcpy(map, &fake, sizeof(fake));
-  return cudaSuccess;
-}
+// A workspace of a launch: counters, zero between launches, and NaN behind them.
+class Workspace {
+ public:
+  explicit Workspace(size_t bytes) : memory_((bytes + sizeof(Line) - 1) / sizeof(Line)) {
+    std::memset(memory_.data(), 0xFF, memory_.size() * sizeof(Line));
+    std::memset(memory_.data(), 0, kDoraLinearSignalBytes);
+  }
+  void* data() { return memory_.data(); }
+  size_t bytes() const { return memory_.size() * sizeof(Line); }
+  bool CountersAreZero() const {
+    const auto* const first = reinterpret_cast<const unsigned char*>(memory_.data());
+    return std::all_of(first, first + kDoraLinearSignalBytes, [](auto byte) { return byte == 0; });
+  }
 
-inline CUtensorMap MapOf(const __nv_bfloat16* data, int rows, int columns, int ld, int box_rows) {
-  CUtensorMap map;
-  EncodeMatrix(data, rows, columns, ld, box_rows, &map);
-  return map;
-}
+ private:
+  struct alignas(256) Line {
+    unsigned char bytes[256];
+  };
+  std::vector<Line> memory_;
+};
 
 class RandomLayer {
  public:
@@ -44,6 +50,33 @@ class RandomLayer {
   int out() const { return out_; }
 
  protected:
+  // What projections of many and of few rows have in common.
+  template <typename Params>
+  Params ParamsOf(int first_row, int rows, KernelIsa isa, void* y, bool y_fp32) const {
+    Params params;
+    params.shape = shape_;
+    params.rows = rows;
+    params.max_rank = max_rank_;
+    params.x = x_.data() + size_t{1} * first_row * shape_.in;
+    params.w = w_.data();
+    params.bias = bias_.data();
+    params.table = {factors_.data(), shape_.parts};
+    params.maps = reinterpret_cast<const CUtensorMap*>(maps_.data());
+    params.y = y;
+    params.y_fp32 = y_fp32;
+    params.isa = isa;
+    return params;
+  }
+  // launch(y): y of so many rows, as fp32.
+  template <typename F>
+  std::vector<float> RunInto(int rows, bool y_fp32, F launch) const {
+    std::vector<float> y(size_t{1} * rows * out_, NAN);
+    std::vector<__nv_bfloat16> rounded(y.size());
+    launch(y_fp32 ? static_cast<void*>(y.data()) : static_cast<void*>(rounded.data()));
+    if (!y_fp32) std::transform(rounded.begin(), rounded.end(), y.begin(), __bfloat162float);
+    return y;
+  }
+
   const DoraLinearShape shape_;
   std::mt19937& random_;
   const int out_;
@@ -51,7 +84,10 @@ class RandomLayer {
   std::vector<__nv_bfloat16> x_, w_;  // [rows, in], [out, in]
   std::vector<float> bias_;
   std::vector<DoraFactors> factors_;  // [slot · parts + part]
-  std::vector<CUtensorMap> maps_;     // of A and B of each
+  struct Maps {
+    CUtensorMap of_a_and_b[2];
+  };
+  std::vector<Maps> maps_;  // of each
 
  private:
   float Normal(float deviation) { return std::normal_distribution<float>(0, deviation)(random_); }
@@ -82,8 +118,9 @@ class RandomLayer {
     for (int n = 0; n < out; ++n) magnitudes_.back().push_back(1 + Normal(0.2f));
     if (factors_.size() % 4 != 3) factors.g = magnitudes_.back().data();
     factors_.push_back(factors);
-    maps_.push_back(MapOf(factors.a, rank, shape_.in, shape_.in, kLinearBoxRows));
-    maps_.push_back(MapOf(factors.b, out, factors.ldb, factors.ldb, kLinearBoxRows));
+    Maps maps;
+    EncodeDoraMaps(factors, shape_.in, out, maps.of_a_and_b);
+    maps_.push_back(maps);
   }
 
   std::vector<std::vector<__nv_bfloat16>> tensors_;

@@ -57,11 +57,21 @@ __device__ inline void CopyTensorBoxToBlocks(uint32_t destination, const CUtenso
       : "memory");
 }
 
-// As CopyTensorBox for data that is read once: L2 evicts it first.
-__device__ inline void CopyTensorBoxOnce(uint32_t destination, const CUtensorMap* map, int column,
-                                         int row, uint32_t barrier) {
-  uint64_t policy;
+// What L2 should do with copied data: evict it first, or last.
+using CachePolicy = uint64_t;
+__device__ inline CachePolicy EvictFirst() {
+  CachePolicy policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ inline CachePolicy EvictLast() {
+  CachePolicy policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ inline void CopyTensorBoxBy(CachePolicy policy, uint32_t destination,
+                                       const CUtensorMap* map, int column, int row,
+                                       uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(destination),

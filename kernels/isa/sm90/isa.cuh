@@ -47,7 +47,7 @@ struct Sm90Isa {
   // For data that is read once.
   template <int kFours>
   __device__ static void FetchOnce(uint32_t to, const Rows& rows, int column, uint32_t barrier) {
-    CopyTensorBoxOnce(to, rows.from, column, rows.row, barrier);
+    CopyTensorBoxBy(EvictFirst(), to, rows.from, column, rows.row, barrier);
   }
   __device__ static void Complete(uint32_t) {}
   __device__ static void Skip(uint32_t barrier) { BarrierArrive(barrier); }

@@ -5,7 +5,10 @@
 
 namespace dorad::kernels {
 
-inline void LaunchDependents() {}
+inline void LaunchDependents() {
+  emulation::Block& block = emulation::ThisBlock();
+  block.grid->LetNextStart(&block);
+}
 inline void WaitForPrevious() {
   while (!emulation::ThisBlock().grid->CanFollow()) emulation::Emulator::Get().SwitchAway();
 }

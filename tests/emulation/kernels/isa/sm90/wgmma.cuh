@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstring>
 
+#include "kernels/isa/mma/mma.cuh"
 #include "tests/emulation/emulator.h"
 
 namespace dorad::kernels {
@@ -58,6 +59,68 @@ void Wgmma(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_tile, int accumulate)
       }
     }
   }
+}
+
+inline uint64_t WgmmaTileByK(uint32_t shared_address, uint32_t block_bytes) {
+  return uint64_t{1} << 62 | uint64_t{block_bytes >> 4} << 16 | (shared_address & 0x3FFFF) >> 4;
+}
+
+// Of 16 rows of kN columns.
+template <int kN>
+void ReadTileByK(uint64_t tile, float (&values)[16][kN]) {
+  const uint32_t first = static_cast<uint32_t>(tile & 0x3FFF) << 4;
+  const uint32_t block_bytes = static_cast<uint32_t>(tile >> 16 & 0x3FFF) << 4;
+  for (int k = 0; k < 16; ++k) {
+    for (int n = 0; n < kN; n += 8) {
+      uint32_t at = first + n / 64 * block_bytes + k * 128 + n % 64 * 2;
+      at ^= (at >> 7 & 7) << 4;
+      const unsigned char* from = emulation::ThisBlock().At(at);
+      for (int i = 0; i < 8; ++i) {
+        uint16_t bits;
+        std::memcpy(&bits, from + 2 * i, sizeof(bits));
+        values[k][n + i] = std::bit_cast<float>(uint32_t{bits} << 16);
+      }
+    }
+  }
+}
+
+// A in registers; read(b): fills B.
+template <int kN, typename F>
+void WgmmaOfRegisters(float (&d)[kN / 2], const uint32_t (&a)[4], F read) {
+  struct Lane {
+    float* d;
+    const uint32_t* a;
+  };
+  emulation::Together(Lane{d, a}, [&](const Lane* lanes) {
+    float b[16][kN];
+    read(b);
+    for (int row = 0; row < 16; ++row) {
+      const Lane* of = lanes + 4 * (row % 8);
+      const int half = row / 8;
+      float values[16];
+      ReadRow({of[0].a + half, of[1].a + half, of[2].a + half, of[3].a + half}, 2, values);
+      float sums[kN] = {};
+      for (int k = 0; k < 16; ++k) {
+        for (int n = 0; n < kN; ++n) sums[n] += values[k] * b[k][n];
+      }
+      for (int n = 0; n < kN; ++n) of[n % 8 / 2].d[n / 8 * 4 + 2 * half + n % 2] += sums[n];
+    }
+  });
+}
+
+template <int kN>
+void WgmmaByK(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b_tile) {
+  WgmmaOfRegisters<kN>(d, a, [&](float(&b)[16][kN]) { ReadTileByK(b_tile, b); });
+}
+
+inline void WgmmaNarrow(float (&d)[4], const uint32_t (&a)[4], uint64_t b_tile) {
+  WgmmaOfRegisters<8>(d, a, [&](float(&b)[16][8]) {
+    for (int n = 0; n < 8; ++n) {
+      float column[16];
+      ReadTile(b_tile, n, column);
+      for (int k = 0; k < 16; ++k) b[k][n] = column[k];
+    }
+  });
 }
 
 }  // namespace dorad::kernels
