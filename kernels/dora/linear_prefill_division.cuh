@@ -40,7 +40,8 @@ inline PrefillDivision DividePrefill(const PrefillProblem& problem, int columns,
 }
 
 inline PrefillArgs PrefillArgsOf(const PrefillLaunch& launch) {
-  PrefillArgs args = {launch.problem};
+  PrefillArgs args = {};
+  static_cast<PrefillProblem&>(args) = launch.problem;
   args.bands = CeilDiv(args.p.rows, kPrefillBandRows);
   args.shares = launch.shares;
   args.given = launch.given;

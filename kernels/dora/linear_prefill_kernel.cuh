@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
   using Shared = typename PrefillBlock<kN>::Shared;
   static_assert(sizeof(Shared) <= PrefillConfig<kN>::kStaticBytes);
   RunPrefill<kN>(&w_map, &x_map, &h_map, args, StaticShared<Shared>(),
-                 SharedAddress(DynamicShared<1024>()));
+                 (SharedAddress(DynamicShared<128>()) + 1023) / 1024 * 1024);
 }
 
 }  // namespace dorad::kernels

@@ -50,7 +50,8 @@ cudaError_t LaunchPanels(PrefillMmaArgs args, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t LaunchPrefillMma(const PrefillLaunch& launch) {
-  PrefillMmaArgs args = {launch.problem};
+  PrefillMmaArgs args = {};
+  static_cast<PrefillProblem&>(args) = launch.problem;
   args.shares = launch.shares;
   args.kept = reinterpret_cast<float4*>(launch.given);
   args.summed = reinterpret_cast<uint32_t*>(args.counters + 1);

@@ -17,6 +17,9 @@ struct DraftPrice {
   double place = 0;  // the sequence has none in the step that begins ahead
 };
 
+// Of one that is not made.
+inline constexpr DraftPrice kNoGuess = {1, 1};
+
 // How many tokens the next guess of a source has: as many as are likely enough to pay for their
 // rows. While guesses do not pay, they are compared with what comes, which costs no row.
 class DraftPace {

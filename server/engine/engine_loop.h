@@ -16,6 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "server/engine/admission.h"
+#include "server/engine/draft_trial.h"
 #include "server/engine/duty_cycle_limiter.h"
 #include "server/engine/engine.h"
 #include "server/engine/gpu_share_limits.h"
@@ -129,6 +130,9 @@ class EngineLoop {
   Scheduler scheduler_;
   StepPipeline pipeline_;
   StepCost cost_;
+  DraftTrial trial_;
+  Instant last_step_end_;
+  bool had_drafts_ = false;  // the last step
   DutyCycleLimiter limiter_;
   GpuShareLimits gpu_share_limits_;
   Pauses pauses_;

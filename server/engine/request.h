@@ -86,6 +86,7 @@ struct Request {
     Instant now;
     Metrics* metrics = nullptr;
     DraftPrice price;
+    DraftPrice ngram_price;
   };
   // Cuts a chunk with a draft, and its output, after the first token that differs from the draft or
   // ends the sample.

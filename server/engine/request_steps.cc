@@ -207,8 +207,8 @@ void Request::Draft(const Chunk& chunk, int64_t tokens, const StepEnd& step) {
   sample.answer_pace.Came(generated.last(tokens));
   sample.ngram_pace.Came(generated.last(tokens));
   // The source's guess, as a draft if it pays.
-  const auto guess = [&](DraftPace& pace, auto next) {
-    const int64_t length = std::min(most, pace.Next(step.price));
+  const auto guess = [&](DraftPace& pace, const DraftPrice& price, auto next) {
+    const int64_t length = std::min(most, pace.Next(price));
     const auto guessed = next(length > 0 ? length : pace.NextToCompare());
     if (length > 0) {
       sequence.draft.assign(guessed.begin(), guessed.end());
@@ -218,13 +218,14 @@ void Request::Draft(const Chunk& chunk, int64_t tokens, const StepEnd& step) {
   };
   sequence.draft.clear();
   if (!sample.answer.empty()) {
-    guess(sample.answer_pace, [&](int64_t n) { return sample.answer.Next(generated, n); });
+    guess(sample.answer_pace, step.price,
+          [&](int64_t n) { return sample.answer.Next(generated, n); });
   }
   sample.is_ngram = false;
   if (!ngrams_) return;
   ngrams_->Add(static_cast<size_t>(sequence.index));
   if (!sequence.draft.empty()) return;
-  guess(sample.ngram_pace, [&](int64_t n) {
+  guess(sample.ngram_pace, step.ngram_price, [&](int64_t n) {
     return n > 0 ? ngrams_->Next(static_cast<size_t>(sequence.index), n) : std::vector<TokenId>();
   });
   sample.is_ngram = !sequence.draft.empty();
