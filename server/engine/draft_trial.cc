@@ -2,60 +2,99 @@
 
 #include <algorithm>
 #include <bit>
+#include <numeric>
 
 namespace dorad::engine {
 namespace {
 
-constexpr int64_t kCompared = 8;  // steps of each kind, at least
-constexpr int64_t kLeastTokens = 64;
-constexpr int64_t kMostRest = 256;
-constexpr int64_t kMostTrust = 512;
+constexpr int64_t kReferenceSteps = 8;
+constexpr int64_t kMostGuessedSince = 256;
+constexpr int64_t kMostRest = 128;
+constexpr int64_t kMostWindow = 64;
+constexpr int64_t kLeastTokens = 24;  // of a window
 // Guesses that gain less are as good as none.
 constexpr double kLeastGain = 1.01;
-// Fewer steps show a loss as large as this, in so many tokens.
+// A shorter window shows a loss as large as this, in so many tokens.
 constexpr double kClearLoss = 0.95;
 constexpr int64_t kClearTokens = 128;
 
 }  // namespace
 
-void DraftTrial::Pace::Add(int64_t sequences, int64_t new_tokens, double seconds) {
-  constexpr double kKept = 0.95;
-  ++steps;
-  tokens += new_tokens;
-  weighted_tokens = kKept * weighted_tokens + static_cast<double>(new_tokens);
-  weighted_seconds = kKept * weighted_seconds + static_cast<double>(sequences) * seconds;
-}
-
-void DraftTrial::Observe(int64_t sequences, int64_t tokens, bool guessed, absl::Duration time) {
-  if (sequences <= 0 || time <= absl::ZeroDuration()) return;
-  Level* const level = &levels_[std::bit_width(static_cast<uint64_t>(sequences)) - 1];
-  const bool same = level == level_;
-  level_ = level;
-  if (!same) return;  // the time is that of both
-  (guessed ? level->with : level->without).Add(sequences, tokens, absl::ToDoubleSeconds(time));
-  if (level->rest_left > 0) {
-    if (--level->rest_left == 0) level->with = {};
-  } else if (guessed) {
-    Decide(level);
-  }
-}
-
-void DraftTrial::Decide(Level* level) {
-  const Pace& with = level->with;
-  if (level->without.steps < kCompared) {
-    level->rest_left = kCompared;
+void DraftTrial::Observe(const Step& step, absl::FunctionRef<std::vector<Progress>()> progress) {
+  if (step.sequences <= 0 || step.time <= absl::ZeroDuration()) return;
+  Reference* const reference =
+      &references_[std::bit_width(static_cast<uint64_t>(step.sequences)) - 1];
+  if (reference != reference_) {  // the time is that of both
+    reference_ = reference;
+    window_ = {};
     return;
   }
-  const double gain = with.PerSecond() / level->without.PerSecond();
-  const bool is_known = with.steps >= kCompared && with.tokens >= kLeastTokens;
-  if ((is_known && gain < kLeastGain) || (gain < kClearLoss && with.tokens >= kClearTokens)) {
-    level->rest_left = level->next_rest;
-    level->next_rest = std::min(4 * level->next_rest, kMostRest);
-    level->trust = Level().trust;
-  } else if (is_known && with.steps >= level->trust) {
-    level->next_rest = Level().next_rest;
-    level->trust = std::min(2 * level->trust, kMostTrust);
-    *level = {{}, {}, 0, level->next_rest, level->trust};
+  const double seconds = absl::ToDoubleSeconds(step.time);
+  if (!step.guessed) {
+    constexpr double kKept = 0.95;
+    ++reference->steps;
+    reference->weight = kKept * reference->weight + 1;
+    reference->weighted_seconds = kKept * reference->weighted_seconds + seconds;
+    reference->guessed_since = 0;
+  }
+  if (rest_left_ > 0) {
+    --rest_left_;
+    window_ = {};
+    return;
+  }
+  if (!window_.begin.empty()) window_.seconds += seconds;
+  if (!step.guessed) return;
+  if (reference->steps < kReferenceSteps || reference->guessed_since >= kMostGuessedSince) {
+    *reference = {};
+    rest_left_ = kReferenceSteps + 1;  // the next step has guesses still
+    return;
+  }
+  ++reference->guessed_since;
+  if (window_.begin.empty()) {
+    window_.begin = progress();
+    std::sort(window_.begin.begin(), window_.begin.end(),
+              [](const Progress& a, const Progress& b) { return a.sequence < b.sequence; });
+    return;
+  }
+  ++window_.guessed;
+  Decide(step.others_wait, progress());
+}
+
+std::vector<double> DraftTrial::Gains(std::vector<Progress> now, int64_t* tokens) const {
+  const double steps = window_.seconds / reference_->seconds();  // without guesses
+  std::vector<double> gains;
+  for (const Progress& p : now) {
+    const auto before = std::lower_bound(
+        window_.begin.begin(), window_.begin.end(), p.sequence,
+        [](const Progress& a, uint64_t sequence) { return a.sequence < sequence; });
+    if (before == window_.begin.end() || before->sequence != p.sequence) continue;
+    *tokens += p.tokens - before->tokens;
+    gains.push_back(static_cast<double>(p.tokens - before->tokens) / steps);
+  }
+  std::sort(gains.begin(), gains.end());
+  return gains;
+}
+
+void DraftTrial::Decide(bool others_wait, std::vector<Progress> now) {
+  int64_t tokens = 0;
+  const std::vector<double> gains = Gains(std::move(now), &tokens);
+  if (gains.empty()) {
+    window_ = {};
+    return;
+  }
+  const double mean =
+      std::accumulate(gains.begin(), gains.end(), 0.0) / static_cast<double>(gains.size());
+  const bool is_whole = window_.guessed >= window_steps_ && tokens >= kLeastTokens;
+  const double gain = others_wait ? mean : gains[gains.size() / 4];
+  if ((is_whole && gain < kLeastGain) || (mean < kClearLoss && tokens >= kClearTokens)) {
+    rest_left_ = next_rest_;
+    next_rest_ = std::min(2 * next_rest_, kMostRest);
+    window_steps_ = kFirstWindow;
+    window_ = {};
+  } else if (is_whole) {
+    next_rest_ = kFirstRest;
+    window_steps_ = std::min(2 * window_steps_, kMostWindow);
+    window_ = {};
   }
 }
 

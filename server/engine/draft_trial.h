@@ -1,44 +1,66 @@
-// Whether guesses from repetitions pay, by trial: how fast sequences advance in steps with guesses
-// and in steps without. No price of a row tells that: a step with guesses has more rows, which cost
-// little or much, begins only when the one before has ended, and may help those samples that end
-// early. Owned by the engine loop; confined to the engine thread.
+// Whether guesses from repetitions pay, by trial: how fast sequences advance with guesses and
+// without. No price of a row tells that: a step with guesses has more rows, which cost little or
+// much, and begins only when the one before has ended. Owned by the engine loop; confined to the
+// engine thread.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/time/time.h"
 
 namespace dorad::engine {
 
 class DraftTrial {
  public:
+  // Of a running sequence.
+  struct Progress {
+    uint64_t sequence = 0;
+    int64_t tokens = 0;  // so far
+  };
+  struct Step {
+    int64_t sequences = 0;  // running
+    bool guessed = false;   // it had guesses, or the one before, for whose end it waited
+    // Then tokens of all sequences count. Else nobody waits for more than the slowest sequences:
+    // guesses pay if three of four sequences gain.
+    bool others_wait = false;
+    absl::Duration time;  // from the end of the step before to its end
+  };
+
   // Whether samples may guess now. Guesses that rest are compared with what comes (DraftPace).
-  bool allows_guesses() const { return level_ == nullptr || level_->rest_left == 0; }
-  // A step's end, `time` after that of the step before: so many running sequences have so many new
-  // tokens. guessed: this step had guesses, or the one before, which this one then waited for.
-  void Observe(int64_t sequences, int64_t tokens, bool guessed, absl::Duration time);
+  bool allows_guesses() const { return rest_left_ == 0; }
+  // After a step. progress: of all running sequences.
+  void Observe(const Step& step, absl::FunctionRef<std::vector<Progress>()> progress);
 
  private:
-  // Tokens that a sequence gets in a second, of which later steps weigh more.
-  struct Pace {
-    void Add(int64_t sequences, int64_t new_tokens, double seconds);
-    double PerSecond() const { return weighted_tokens / weighted_seconds; }
-
-    int64_t steps = 0, tokens = 0;
-    double weighted_tokens = 0, weighted_seconds = 0;  // seconds of sequences
+  // Steps without guesses, of numbers of sequences with the same highest bit.
+  struct Reference {
+    int64_t steps = 0;
+    double weight = 0, weighted_seconds = 0;  // later steps weigh more
+    int64_t guessed_since = 0;
+    double seconds() const { return weighted_seconds / weight; }
   };
-  // Of numbers of sequences with the same highest bit.
-  struct Level {
-    Pace with, without;
-    int64_t rest_left = 0;  // steps without guesses
-    int64_t next_rest = 16;
-    int64_t trust = 64;  // steps with guesses that pay, until both are compared anew
+  // Steps under comparison, from the first end of one with guesses on.
+  struct Window {
+    std::vector<Progress> begin;  // by sequence; empty: it has not begun
+    int64_t guessed = 0;          // steps
+    double seconds = 0;
   };
-  static void Decide(Level* level);
+  static constexpr int64_t kFirstRest = 16;
+  static constexpr int64_t kFirstWindow = 8;
 
-  std::array<Level, 64> levels_;
-  Level* level_ = nullptr;  // of the last step
+  // What sequences gained, each as a ratio: ascending. And the tokens of all.
+  std::vector<double> Gains(std::vector<Progress> now, int64_t* tokens) const;
+  void Decide(bool others_wait, std::vector<Progress> now);
+
+  std::array<Reference, 64> references_;
+  Reference* reference_ = nullptr;  // of the last step
+  Window window_;
+  int64_t rest_left_ = 0;  // steps without guesses
+  int64_t next_rest_ = kFirstRest;
+  int64_t window_steps_ = kFirstWindow;
 };
 
 }  // namespace dorad::engine

@@ -21,7 +21,8 @@ DraftPace::DraftPace(int64_t most, bool trusts) : most_(most) {
   if (trusts) return;
   longest_ = kLeastLength;
   right_ = 0;
-  wrong_ = 1;
+  // In a large batch one right guess is too little: it may be a phrase.
+  wrong_ = 2;
 }
 
 int64_t DraftPace::Next(const DraftPrice& price) const {

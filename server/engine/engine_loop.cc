@@ -219,7 +219,7 @@ void EngineLoop::FinishStep() {
     for (const Chunk& chunk : step.chunks) Land(chunk);
     Fail(step.chunks, step.outputs.status());
   } else {
-    int64_t rows = 0, tokens = 0;
+    int64_t rows = 0;
     bool has_prompt = false, has_drafts = false;
     for (const Chunk& chunk : step.chunks) {
       rows += chunk.count;
@@ -232,21 +232,22 @@ void EngineLoop::FinishStep() {
     for (size_t i = 0; i < step.chunks.size(); ++i) {
       Chunk& chunk = step.chunks[i];
       chunk.sequence->request->CutDraft(&chunk, &(*step.outputs)[i], end);
-      tokens += static_cast<int64_t>((*step.outputs)[i].tokens.size());
     }
-    // From end to end: a step with drafts does not begin ahead. More is a time without a step.
-    constexpr int kMostGap = 4;
-    const absl::Duration time = Between(last_step_end_, step.now);
-    if (!has_prompt && time < kMostGap * step.time) {
-      trial_.Observe(scheduler_.running(), tokens, has_drafts || had_drafts_, time);
-    }
-    last_step_end_ = step.now;
-    had_drafts_ = has_drafts;
     if (!trial_.allows_guesses()) end.ngram_price = kNoGuess;
     ReportGenerated(step);
     for (size_t i = 0; i < step.chunks.size(); ++i) {
       Deliver(step.chunks[i], std::move((*step.outputs)[i]), end);
     }
+    // From end to end: a step with drafts does not begin ahead. More is a time without a step.
+    constexpr int kMostGap = 4;
+    const absl::Duration time = Between(last_step_end_, step.now);
+    if (!has_prompt && time < kMostGap * step.time) {
+      trial_.Observe(
+          {scheduler_.running(), has_drafts || had_drafts_, scheduler_.waiting() > 0, time},
+          [this] { return scheduler_.progress(); });
+    }
+    last_step_end_ = step.now;
+    had_drafts_ = has_drafts;
     metrics_->StepPhaseDone(StepPhase::kProcess, Between(step.now, SteadyNow()));
   }
   while (!after_steps_.empty() && after_steps_.front().step <= pipeline_.steps_landed()) {

@@ -28,8 +28,8 @@ class BenchEngine {
  public:
   // Without a prefix cache: every request computes its prompt.
   BenchEngine(const model::ModelConfig& model, int32_t sequences,
-              std::unique_ptr<engine::ModelRunner> runner)
-      : engine_(OptionsOf(model, sequences), std::move(runner), &metrics_) {}
+              std::unique_ptr<engine::ModelRunner> runner, int64_t step_tokens = kStepTokens)
+      : engine_(OptionsOf(model, sequences, step_tokens), std::move(runner), &metrics_) {}
 
   // Greedy, with so many tokens after the prompt. adapter: nullptr: base.
   void Submit(std::vector<engine::TokenId> prompt, std::vector<engine::PlacedImage> images,
@@ -63,16 +63,17 @@ class BenchEngine {
   }
 
  private:
-  static engine::EngineOptions OptionsOf(const model::ModelConfig& model, int32_t sequences) {
+  static engine::EngineOptions OptionsOf(const model::ModelConfig& model, int32_t sequences,
+                                         int64_t step_tokens) {
     engine::EngineOptions options;
-    options.max_step_tokens = kStepTokens;
+    options.max_step_tokens = step_tokens;
     options.max_running_sequences = sequences;
     options.prefix_cache = false;
     options.vocab_size = static_cast<int32_t>(model.vocab_size);
     options.context_length = model.context_length;
     if (model.vision) {
       options.images.merge = model.vision->merge;
-      options.images.max_tokens = kStepTokens;
+      options.images.max_tokens = step_tokens;
       options.images.bidirectional = model.vision->bidirectional;
       options.images.fixed_side = model.vision->fixed_side;
     }

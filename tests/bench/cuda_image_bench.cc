@@ -4,6 +4,7 @@
 //
 //   cuda_image_bench [--shape qwen3-vl-8b] [--layers 0] [--adapters 0,1] [--rank 384] [--batch 32]
 //                    [--steps 400] [--patches 0] [--requests 32]
+//                    [--step-tokens 2048]
 //
 // One JSON line a case; times in milliseconds. TFLOPs counts the tower's products and attention.
 // "image": one in pieces; "images": one, and up to 64 x 64 patches eight together, with nothing
@@ -15,7 +16,7 @@
 // requests: each a prompt of an image of 64 x 64 patches with 16 tokens of text on either side, 0
 // for none. "image prompt": one that comes alone, from pixels in fp32 to its first token. "image
 // prompts": all at once, to the last one's first token, for each of them. Pixels are rounded to
-// bf16 before they are submitted, as the server's calls do.
+// bf16 before they are submitted, as the server's calls do. step-tokens: engine.max_step_tokens.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -69,7 +70,10 @@ class Bench {
     const int64_t prompt = MakeImage(kSide, kSide, DType::kBF16).span() + 2 * kText + 1;
     const int64_t pages = bench::PagesOf(model_->config(), std::max(kContext + 16, prompt)) +
                           (options_["--requests"] > 0 ? engine::kMostStates : 1) * states;
-    runner_ = Must(MakeCudaModelRunner(model_.get(), {batch * pages, 4096, 4096, batch}, &ledger_));
+    runner_ = Must(MakeCudaModelRunner(
+        model_.get(),
+        {batch * pages, 4096, std::max<int64_t>(4096, options_["--step-tokens"]), batch},
+        &ledger_));
     std::printf("{\"shape\": \"%s\", \"layers\": %lld, \"weights_GB\": %.3f}\n", shape.c_str(),
                 static_cast<long long>(model_->config().num_layers()), model_->bytes() / 1e9);
   }
@@ -87,7 +91,7 @@ class Bench {
     }
     if (options_["--requests"] == 0) return;
     bench::BenchEngine engine(model_->config(), static_cast<int32_t>(options_["--batch"]),
-                              std::move(runner_));
+                              std::move(runner_), options_["--step-tokens"]);
     for (const auto& adapter : adapters_) TimeRequests(adapter, &engine);
   }
 
@@ -277,8 +281,9 @@ class Bench {
 
 int main(int argc, char** argv) {
   std::string shape = "qwen3-vl-8b", adapters = "0,1";
-  std::map<std::string, int64_t> options = {{"--layers", 0},  {"--rank", 384},  {"--batch", 32},
-                                            {"--steps", 400}, {"--patches", 0}, {"--requests", 32}};
+  std::map<std::string, int64_t> options = {
+      {"--layers", 0},  {"--rank", 384},    {"--batch", 32},        {"--steps", 400},
+      {"--patches", 0}, {"--requests", 32}, {"--step-tokens", 2048}};
   for (int i = 1; i + 1 < argc; i += 2) {
     if (std::strcmp(argv[i], "--shape") == 0) {
       shape = argv[i + 1];

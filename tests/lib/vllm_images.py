@@ -62,7 +62,8 @@ def _mistral(shape: Shape) -> tuple[dict[str, int], dict[str, Any], dict[str, di
             "image_processor_type": "PixtralImageProcessor",
             "processor_class": "PixtralProcessor",
             "patch_size": patch,
-            "size": {"longest_edge": _pixels(shape)},
+            # vLLM starts with the largest image that the tower takes.
+            "size": {"longest_edge": tower["vision_config"]["image_size"]},
             "image_mean": _MEAN,
             "image_std": _STD,
         },

@@ -80,7 +80,8 @@ TEST(DraftPaceTest, AFirstGuessIsComparedUnlessItsSourceIsTrusted) {
   pace.Came({1, 2});
   EXPECT_EQ(pace.Next(price), 0);
   pace.Came({3, 4, 5});
-  EXPECT_GT(pace.Next(price), 4) << "all were right";
+  EXPECT_GT(pace.Next(price), 0) << "all were right";
+  EXPECT_EQ(pace.Next({0.5, 1}), 0) << "in a large batch that is too little";
 }
 
 TEST(DraftPaceTest, GuessesAreMadeAgainSoonAfterTheyAreRight) {
