@@ -33,6 +33,8 @@ class DraftTrial {
   bool allows_guesses() const { return rest_left_ == 0; }
   // After a step. progress: of all running sequences.
   void Observe(const Step& step, absl::FunctionRef<std::vector<Progress>()> progress);
+  // After a step that tells nothing, as one with a prompt does.
+  void Pass() { window_ = {}; }
 
  private:
   // Steps without guesses, of numbers of sequences with the same highest bit.

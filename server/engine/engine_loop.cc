@@ -241,7 +241,9 @@ void EngineLoop::FinishStep() {
     // From end to end: a step with drafts does not begin ahead. More is a time without a step.
     constexpr int kMostGap = 4;
     const absl::Duration time = Between(last_step_end_, step.now);
-    if (!has_prompt && time < kMostGap * step.time) {
+    if (has_prompt || time > kMostGap * step.time) {
+      trial_.Pass();
+    } else {
       trial_.Observe(
           {scheduler_.running(), has_drafts || had_drafts_, scheduler_.waiting() > 0, time},
           [this] { return scheduler_.progress(); });

@@ -120,6 +120,25 @@ TEST(DraftTrialTest, WhereOthersWaitTheTokensOfAllCount) {
   EXPECT_GT(server.guessed_steps, 100);
 }
 
+TEST(DraftTrialTest, TokensOfStepsWithPromptsAreNotTakenForGains) {
+  DraftTrial trial;
+  std::vector<DraftTrial::Progress> running = {{1, 0}, {2, 0}, {3, 0}, {4, 0}};
+  const auto step = [&](bool guesses) {
+    for (DraftTrial::Progress& sample : running) sample.tokens += 1;
+    trial.Observe({4, guesses, false, absl::Milliseconds(guesses ? 1.2 : 1.0)},
+                  [&] { return running; });
+  };
+  for (int i = 0; i < 20; ++i) step(/*guesses=*/false);
+  int steps = 0;
+  for (; steps < 100 && trial.allows_guesses(); ++steps) {
+    step(/*guesses=*/true);
+    if (steps != 4) continue;
+    for (DraftTrial::Progress& sample : running) sample.tokens += 100;
+    trial.Pass();
+  }
+  EXPECT_LT(steps, 20) << "guesses gain nothing";
+}
+
 TEST(DraftTrialTest, GuessesRestAndAreTriedAgain) {
   Server server;
   server.Time({.sequences = 32, .guessing = 0});
