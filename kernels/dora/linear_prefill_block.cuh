@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "kernels/common/search.cuh"
 #include "kernels/dora/linear_prefill_args.cuh"
 #include "kernels/isa/barrier.cuh"
 #include "kernels/isa/dependent_launch.cuh"
@@ -147,18 +148,8 @@ class PrefillBlock {
   }
 
   __device__ int SegmentOf(int row) const {
-    int low = 0;
-    int high = args_.p.num_segments;  // low <= the segment < high
-#pragma unroll 1
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if (tables_.begin[middle] <= row) {
-        low = middle;
-      } else {
-        high = middle;
-      }
-    }
-    return low;
+    return LastNotAfter(args_.p.num_segments, row,
+                        [this](int segment) { return tables_.begin[segment]; });
   }
 
   // The walks below are the same in every role and in both blocks of a cluster.

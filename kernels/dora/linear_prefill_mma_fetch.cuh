@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "kernels/common/search.cuh"
 #include "kernels/dora/linear_prefill_problem.cuh"
 #include "kernels/isa/barrier.cuh"
 #include "kernels/isa/memory.cuh"
@@ -74,26 +75,9 @@ __device__ inline int ShrinkSlots(const PrefillProblem& args) {
   return args.p.rows / kPrefillTileRows + args.p.num_segments;
 }
 
-// The last segment whose `first` is not more than the value; that of segment 0 is not.
-template <typename F>
-__device__ inline int LastSegment(const PrefillProblem& args, int value, F first) {
-  int low = 0;
-  int high = args.p.num_segments;
-#pragma unroll 1
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (first(middle) <= value) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
 __device__ inline int SegmentOf(const PrefillProblem& args, int row) {
-  return LastSegment(args, row,
-                     [&](int segment) { return __ldg(&args.p.segments[segment].begin); });
+  return LastNotAfter(args.p.num_segments, row,
+                      [&](int segment) { return __ldg(&args.p.segments[segment].begin); });
 }
 
 // A panel of the shrink: rows of A for some rows of a segment, over all of K or a slice of it.
@@ -139,8 +123,8 @@ class PrefillMmaShrink {
                                      : min(panel.chunk + args_.plan.a_chunks, args_.plan.chunks);
       panel.part = of % args_.p.shape.parts;
       panel.column = of / args_.p.shape.parts * kPrefillMmaShrinkRows;
-      panel.segment =
-          LastSegment(args_, slot, [&](int segment) { return FirstSlot(args_, segment); });
+      panel.segment = LastNotAfter(args_.p.num_segments, slot,
+                                   [&](int segment) { return FirstSlot(args_, segment); });
       const RowSegment& segment = args_.p.segments[panel.segment];
       panel.row =
           __ldg(&segment.begin) + (slot - FirstSlot(args_, panel.segment)) * kPrefillTileRows;

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "kernels/common/search.cuh"
 #include "kernels/dora/linear_args.h"
 
 namespace dorad::kernels {
@@ -163,25 +164,10 @@ __device__ inline int BoxesOf(const LinearTables& tables, const LinearFactor& fa
   return (tables.rank[factor.part][factor.segment] + kLinearBoxRows - 1) / kLinearBoxRows;
 }
 
-// The last of `count` ascending values that is not more than `value`; the first one is not.
-__device__ inline int LastNotAfter(const int16_t* values, int count, int value) {
-  int first = 0;
-#pragma unroll 1
-  while (count > 1) {
-    const int half = count / 2;
-    if (values[first + half] <= value) {
-      first += half;
-      count -= half;
-    } else {
-      count = half;
-    }
-  }
-  return first;
-}
-
 // A box by its number, of all.
 __device__ inline LinearBox BoxAt(const LinearArgs& args, const LinearTables& tables, int box) {
-  const int factor = LastNotAfter(tables.first_box, args.p.shape.parts * tables.segments, box);
+  const int factor = LastNotAfter(args.p.shape.parts * tables.segments, box,
+                                  [&](int i) { return tables.first_box[i]; });
   const LinearFactor at = FactorAt(tables, factor);
   return {MapsOf(args, tables.slot[at.segment], at.part), static_cast<int16_t>(at.segment),
           static_cast<int16_t>(at.part), (box - tables.first_box[factor]) * kLinearBoxRows};
@@ -231,7 +217,7 @@ __device__ inline LinearBox OwnBox(const LinearArgs& args, const LinearTables& t
 
 // The segment of a row of the batch.
 __device__ inline int SegmentOf(const LinearTables& tables, int row) {
-  return LastNotAfter(tables.begin, tables.segments, row);
+  return LastNotAfter(tables.segments, row, [&](int i) { return tables.begin[i]; });
 }
 
 // A part's factors of a few segments that share stages of K: one segment, or two or four of small

@@ -7,20 +7,9 @@
 
 #include <cstdint>
 
-namespace dorad::kernels {
+#include "kernels/isa/sm90/tensor_encoder.h"
 
-// The driver's encoder, looked up once, because nothing here links to the driver; nullptr: none.
-inline decltype(&cuTensorMapEncodeTiled) TensorMapEncoder() {
-  static const auto encoder = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                                12000, cudaEnableDefault, &found);
-    if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) function = nullptr;
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  }();
-  return encoder;
-}
+namespace dorad::kernels {
 
 // The size of a tensor's dimensions, those of a box, and the distance from an element to the next
 // one, all from the innermost dimension on; that one's elements follow each other.
@@ -36,19 +25,12 @@ struct TensorBoxes {
 template <int kDimensions>
 cudaError_t EncodeTensor(const __nv_bfloat16* data, const TensorBoxes<kDimensions>& boxes,
                          CUtensorMap* map) {
-  if (TensorMapEncoder() == nullptr) return cudaErrorNotSupported;
   cuuint64_t strides[kDimensions - 1];
   for (int i = 0; i + 1 < kDimensions; ++i) strides[i] = boxes.strides[i] * sizeof(__nv_bfloat16);
-  cuuint32_t steps[kDimensions];
-  for (cuuint32_t& step : steps) step = 1;
   const CUtensorMapSwizzle swizzle = boxes.box[0] == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
                                      : boxes.box[0] == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                           : CU_TENSOR_MAP_SWIZZLE_32B;
-  const CUresult result = TensorMapEncoder()(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kDimensions, const_cast<__nv_bfloat16*>(data),
-      boxes.sizes, strides, boxes.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  return EncodeTiled(data, kDimensions, boxes.sizes, strides, boxes.box, swizzle, map);
 }
 
 // A [rows, columns] matrix with leading dimension `ld`, fetched in boxes of [box_rows, 64].

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/isa/barrier.cuh"
-#include "kernels/isa/sm90/tensor_map.h"
+#include "kernels/isa/sm90/tensor_encoder.h"
 #include "tests/emulation/emulator.h"
 
 namespace dorad::kernels {
