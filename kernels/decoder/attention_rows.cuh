@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-#include "kernels/common/stage_barriers.cuh"
 #include "kernels/decoder/attention_device.cuh"
+#include "kernels/pipeline/stage_barriers.cuh"
 
 namespace dorad::kernels::row_attention {
 

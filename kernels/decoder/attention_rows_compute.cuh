@@ -6,6 +6,7 @@
 #include "kernels/decoder/attention_rotary.cuh"
 #include "kernels/decoder/attention_rows_parts.cuh"
 #include "kernels/isa/dependent_launch.cuh"
+#include "kernels/pipeline/ring.cuh"
 
 namespace dorad::kernels::row_attention {
 
@@ -204,8 +205,7 @@ struct StageReader {
   using Isa = typename C::Isa;
   static constexpr int kValues = C::Barriers::kValues;
   uint32_t full, empty;  // barriers
-  int stage = 0;
-  uint32_t parity = 0;
+  RingPosition at;
   bool is_waiting = true;  // for the kernels before
 
   __device__ void AwaitPrevious() {
@@ -213,25 +213,22 @@ struct StageReader {
     is_waiting = false;
   }
   __device__ TileInfo Await(const uint8_t* shared) const {
-    BarrierWait(full + 8 * stage, parity);
-    return reinterpret_cast<const TileInfo*>(shared + C::info_at)[stage];
+    BarrierWait(full + 8 * at.stage, at.parity);
+    return reinterpret_cast<const TileInfo*>(shared + C::info_at)[at.stage];
   }
   // Where values come apart from keys.
   __device__ void AwaitValues() const {
-    if constexpr (Isa::kApart) BarrierWait(full + kValues + 8 * stage, parity);
+    if constexpr (Isa::kApart) BarrierWait(full + kValues + 8 * at.stage, at.parity);
   }
   __device__ void ReleaseKeys() const {
     if constexpr (!Isa::kApart) return;
     __syncwarp();
-    if (threadIdx.x % 32 == 0) BarrierArrive(empty + 8 * stage);
+    if (threadIdx.x % 32 == 0) BarrierArrive(empty + 8 * at.stage);
   }
   __device__ void Release() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) BarrierArrive(empty + kValues + 8 * stage);
-    if (++stage == C::stages) {
-      stage = 0;
-      parity ^= 1;
-    }
+    if (threadIdx.x % 32 == 0) BarrierArrive(empty + kValues + 8 * at.stage);
+    at.Advance(C::stages);
   }
 };
 
@@ -274,7 +271,7 @@ __device__ void ComputeItem(const Args<typename C::Isa>& p, uint8_t* shared, uin
     heads.StoreQueries(p, shared);
     if (info.page >= 0) {
       reader.AwaitValues();
-      heads.Append(p, info, shared, reader.stage);
+      heads.Append(p, info, shared, reader.at.stage);
     }
   }
   NamedBarrier(kConsumerBarrier, 32 * kWarps);
@@ -290,7 +287,7 @@ __device__ void ComputeItem(const Args<typename C::Isa>& p, uint8_t* shared, uin
   FirstPart<C> first = {};
   if (begins_with_part) first.Load(PartAt<C>(p, info.first, info.head), p.group);
   while (true) {
-    const int stage = reader.stage;
+    const int stage = reader.at.stage;
     const uint32_t k_at = base + stage * C::stage_bytes, v_at = k_at + Tile::kBytes;
     const bool is_partial = info.begin > info.position || info.end < info.position + kTile;
     if (Isa::kApart && (info.page >= 0 || is_partial)) reader.AwaitValues();
@@ -428,7 +425,7 @@ __device__ void Consume(const Args<typename C::Isa>& p, uint8_t* shared, uint32_
       SoftmaxState state[C::head_tiles][2];
       ClearState(state);
       rows.Clear();
-      JoinAll<C>(p, info, shared + reader.stage * C::stage_bytes, rows, state);
+      JoinAll<C>(p, info, shared + reader.at.stage * C::stage_bytes, rows, state);
       reader.ReleaseKeys();
       reader.Release();
       StoreRow<C>(p, info, rows, state);

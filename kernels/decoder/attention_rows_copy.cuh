@@ -6,6 +6,7 @@
 #include "kernels/decoder/attention_rows.cuh"
 #include "kernels/isa/barrier.cuh"
 #include "kernels/isa/dependent_launch.cuh"
+#include "kernels/pipeline/ring.cuh"
 
 namespace dorad::kernels::row_attention {
 
@@ -75,14 +76,8 @@ __device__ void Produce(const Args<typename C::Isa>& p, uint8_t* shared, uint32_
     next_work = work + blocks;
     if (join_blocks > 0 || item_of(next_work) >= items) next_item = load_at(item_of(next_work));
   }
-  int stage = 0;
-  uint32_t parity = 0;
-  const auto next_stage = [&] {
-    if (++stage == C::stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  };
+  RingPosition ring;
+  const auto next_stage = [&] { ring.Advance(C::stages); };
 #pragma unroll 1
   while (work < stop) {
     const auto word = [item](int at) { return __shfl_sync(0xFFFFFFFF, item, at); };
@@ -127,13 +122,14 @@ __device__ void Produce(const Args<typename C::Isa>& p, uint8_t* shared, uint32_
     info.first = first;
     info.own = position;
     if (is_join) {
-      BarrierWait(empty + 8 * stage, parity ^ 1);
-      if constexpr (Isa::kApart) BarrierWait(empty + Barriers::kValues + 8 * stage, parity ^ 1);
+      BarrierWait(empty + 8 * ring.stage, ring.parity ^ 1);
+      if constexpr (Isa::kApart)
+        BarrierWait(empty + Barriers::kValues + 8 * ring.stage, ring.parity ^ 1);
       if (lane == 0) {
         info.flags = kJoin;
-        reinterpret_cast<TileInfo*>(shared + C::info_at)[stage] = info;
-        BarrierArrive(full + 8 * stage);
-        if constexpr (Isa::kApart) BarrierArrive(full + Barriers::kValues + 8 * stage);
+        reinterpret_cast<TileInfo*>(shared + C::info_at)[ring.stage] = info;
+        BarrierArrive(full + 8 * ring.stage);
+        if constexpr (Isa::kApart) BarrierArrive(full + Barriers::kValues + 8 * ring.stage);
       }
       next_stage();
     }
@@ -144,7 +140,7 @@ __device__ void Produce(const Args<typename C::Isa>& p, uint8_t* shared, uint32_
         list = next_list;
         if (last_tile - tile >= kListTiles) next_list = load_pages(tile + kListTiles);
       }
-      BarrierWait(empty + 8 * stage, parity ^ 1);
+      BarrierWait(empty + 8 * ring.stage, ring.parity ^ 1);
       const int pages_of = offset < kItemTiles ? item : list;
       // A row's own position is the last of its last item.
       const int page = __shfl_sync(0xFFFFFFFF, pages_of, page_lane(tile) + pages_end(tile) - 1);
@@ -158,13 +154,14 @@ __device__ void Produce(const Args<typename C::Isa>& p, uint8_t* shared, uint32_
                      (tile % kPerChunk == 0 || tile == first_tile ? kChunkBegins : 0);
         if (has_chunk_parts) info.slot = slot + tile / kPerChunk - first_tile / kPerChunk;
         info.page = is_appending && tile == last_tile && end > position ? page : -1;
-        reinterpret_cast<TileInfo*>(shared + C::info_at)[stage] = info;
-        Isa::Expect(full + 8 * stage,
+        reinterpret_cast<TileInfo*>(shared + C::info_at)[ring.stage] = info;
+        Isa::Expect(full + 8 * ring.stage,
                     (pages_end(tile) - pages_begin(tile)) * kKvPageTokens * C::head_dim * 4);
       }
       __syncwarp();
       FetchStage<C>(
-          p, base + stage * C::stage_bytes, full + 8 * stage, empty + 8 * stage, parity,
+          p, base + ring.stage * C::stage_bytes, full + 8 * ring.stage, empty + 8 * ring.stage,
+          ring.parity,
           {pages_of, page_lane(tile), p.kv_heads, head, pages_begin(tile), pages_end(tile)},
           policy);
       next_stage();
@@ -180,10 +177,10 @@ __device__ void Produce(const Args<typename C::Isa>& p, uint8_t* shared, uint32_
     next_work = __shfl_sync(0xFFFFFFFF, next, 0);
     next_item = load_at(item_of(next_work));
   }
-  BarrierWait(empty + 8 * stage, parity ^ 1);
+  BarrierWait(empty + 8 * ring.stage, ring.parity ^ 1);
   if (lane == 0) {
-    reinterpret_cast<TileInfo*>(shared + C::info_at)[stage].flags = kStop;
-    BarrierArrive(full + 8 * stage);
+    reinterpret_cast<TileInfo*>(shared + C::info_at)[ring.stage].flags = kStop;
+    BarrierArrive(full + 8 * ring.stage);
     // A block without work may exit at once, since blocks with work wait for the whole launch. The
     // last block resets the counters for the next launch.
     AttentionHeader* const header = p.layout.header;

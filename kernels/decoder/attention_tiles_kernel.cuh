@@ -8,7 +8,6 @@
 
 #include <cmath>
 
-#include "kernels/common/stage_barriers.cuh"
 #include "kernels/common/status.h"
 #include "kernels/decoder/attention_device.cuh"
 #include "kernels/isa/barrier.cuh"
@@ -16,6 +15,8 @@
 #include "kernels/isa/launch.h"
 #include "kernels/isa/shared.cuh"
 #include "kernels/isa/sm90/wgmma.cuh"
+#include "kernels/pipeline/ring.cuh"
+#include "kernels/pipeline/stage_barriers.cuh"
 
 namespace dorad::kernels {
 namespace tile_attention {
@@ -84,8 +85,7 @@ __device__ void Produce(const Args<typename C::Isa>& p, const Span& span, uint32
   const uint32_t full = base + C::barrier_at, empty = full + 8 * C::stages;
   const typename Isa::Policy policy = Isa::EvictLast();
   const int32_t* const pages = p.pages + span.tile.page_base;
-  int stage = 0;
-  uint32_t parity = 0;
+  RingPosition ring;
   int page = 0;
   for (int tile = span.FirstTile(); tile < span.EndTile(); ++tile) {
     const int page_lane = (tile - span.FirstTile()) % 8 * kTilePages;
@@ -95,16 +95,14 @@ __device__ void Produce(const Args<typename C::Isa>& p, const Span& span, uint32
     }
     const int first = max(span.begin / kKvPageTokens, tile * kTilePages) - tile * kTilePages;
     const int end = min((span.end - 1) / kKvPageTokens - tile * kTilePages, kTilePages - 1) + 1;
-    BarrierWait(empty + 8 * stage, parity ^ 1);
-    if (lane == 0) Isa::Expect(full + 8 * stage, (end - first) * kKvPageTokens * C::head_dim * 4);
+    BarrierWait(empty + 8 * ring.stage, ring.parity ^ 1);
+    if (lane == 0)
+      Isa::Expect(full + 8 * ring.stage, (end - first) * kKvPageTokens * C::head_dim * 4);
     __syncwarp();
-    Isa::template FetchPages<C::head_dim>(p.k, p.v, base + stage * C::stage_bytes, full + 8 * stage,
-                                          {page, page_lane, p.kv_heads, span.head, first, end},
-                                          policy);
-    if (++stage == C::stages) {
-      stage = 0;
-      parity ^= 1;
-    }
+    Isa::template FetchPages<C::head_dim>(
+        p.k, p.v, base + ring.stage * C::stage_bytes, full + 8 * ring.stage,
+        {page, page_lane, p.kv_heads, span.head, first, end}, policy);
+    ring.Advance(C::stages);
   }
 }
 
@@ -238,15 +236,14 @@ __device__ void Consume(const Args<typename C::Isa>& p, const Span& span, uint8_
     most[0] = most[1] = kNoScore;
   };
 
-  int stage = 0;
-  uint32_t parity = 0;
+  RingPosition ring;
   // Unwritten values may be NaN: zeroes them.
   const auto clear_values = [&](int at) {
     if (at >= span.begin && at + kTile <= span.end) return;
     for (int i = threadIdx.x; i < kTile * (kDim / 8); i += kConsumers) {
       const int row = i / (kDim / 8), column = i % (kDim / 8) * 8;
       if (at + row >= span.begin && at + row < span.end) continue;
-      *reinterpret_cast<uint4*>(shared + stage * C::stage_bytes + Tile::kBytes +
+      *reinterpret_cast<uint4*>(shared + ring.stage * C::stage_bytes + Tile::kBytes +
                                 Tile::Offset(row, column)) = make_uint4(0, 0, 0, 0);
     }
     Isa::FenceStages();
@@ -254,21 +251,21 @@ __device__ void Consume(const Args<typename C::Isa>& p, const Span& span, uint8_
   };
   // Waits for a tile's copies.
   const auto await = [&](int at) {
-    BarrierWait(full + 8 * stage, parity);
+    BarrierWait(full + 8 * ring.stage, ring.parity);
     if constexpr (!Isa::kApart) clear_values(at);
   };
   float scores[kTile / 2];
   const auto start_scores = [&] {
-    Isa::template Scores<kDim / 16>(scores, q_at, base + stage * C::stage_bytes);
+    Isa::template Scores<kDim / 16>(scores, q_at, base + ring.stage * C::stage_bytes);
   };
   // Where values come and go apart from keys.
   const auto await_values = [&](int at) {
     if constexpr (!Isa::kApart) return;
-    BarrierWait(full + kValues + 8 * stage, parity);
+    BarrierWait(full + kValues + 8 * ring.stage, ring.parity);
     clear_values(at);
   };
   const auto release_keys = [&] {
-    if (Isa::kApart && lane == 0) BarrierArrive(empty + 8 * stage);
+    if (Isa::kApart && lane == 0) BarrierArrive(empty + 8 * ring.stage);
   };
   const auto release = [&](int used) {
     if (lane == 0) BarrierArrive(empty + kValues + 8 * used);
@@ -277,13 +274,13 @@ __device__ void Consume(const Args<typename C::Isa>& p, const Span& span, uint8_
   // it any more.
   const auto refill_keys = [&](int tile) {
     if (!Isa::kApart || tile + C::stages >= span.EndTile()) return;
-    BarrierWait(empty + 8 * stage, parity);
-    if constexpr (Isa::kApart) share.FetchKeys(tile + C::stages, stage);
+    BarrierWait(empty + 8 * ring.stage, ring.parity);
+    if constexpr (Isa::kApart) share.FetchKeys(tile + C::stages, ring.stage);
   };
   const auto refill_values = [&](int tile, int used) {
     if (!Isa::kApart || tile + C::stages >= span.EndTile()) return;
-    // `parity` is that of the stage after it.
-    BarrierWait(empty + kValues + 8 * used, used + 1 == C::stages ? parity ^ 1 : parity);
+    // The parity is that of the stage after it.
+    BarrierWait(empty + kValues + 8 * used, used + 1 == C::stages ? ring.parity ^ 1 : ring.parity);
     if constexpr (Isa::kApart) share.FetchValues(used);
   };
   uint32_t probabilities[kTile / 16][4];
@@ -322,7 +319,7 @@ __device__ void Consume(const Args<typename C::Isa>& p, const Span& span, uint8_
     for (int i = 0; i < 4; ++i) sums[i] *= decay[i / 2];
   };
   const auto start_values = [&] {
-    const uint32_t v_at = base + stage * C::stage_bytes + Tile::kBytes +
+    const uint32_t v_at = base + ring.stage * C::stage_bytes + Tile::kBytes +
                           first_out / Tile::kColumns * Tile::kBlockBytes;
 #pragma unroll
     for (int s = 0; s < kTile / 16; ++s) {
@@ -344,15 +341,12 @@ __device__ void Consume(const Args<typename C::Isa>& p, const Span& span, uint8_
     await_values(tile * kTile);
     Isa::Begin(false);
     start_values();
-    const int used = stage;
+    const int used = ring.stage;
     if constexpr (Isa::kApart) {
       Isa::End();
       release(used);
     }
-    if (++stage == C::stages) {
-      stage = 0;
-      parity ^= 1;
-    }
+    ring.Advance(C::stages);
     await((tile + 1) * kTile);
     Isa::Begin(false);
     start_scores();

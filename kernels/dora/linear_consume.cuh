@@ -133,10 +133,10 @@ class ProjectConsumers : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
   // Gives a stage back, to all who fetch into it. One warp.
   __device__ void Release(int stage) const {
     if (LogSiblings() == 0) {
-      if (lane_ == 0) BarrierArrive(ring_.empty(stage));
+      if (lane_ == 0) BarrierArrive(ring_.Empty(stage));
     } else if (lane_ < 1 << LogSiblings()) {
       BarrierArriveRemote(
-          RemoteAddress(ring_.empty(stage), lane_ << args_.plan.log_splits | split_));
+          RemoteAddress(ring_.Empty(stage), lane_ << args_.plan.log_splits | split_));
     }
   }
 
@@ -246,7 +246,7 @@ class ProjectConsumers : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
       }
     }
     Isa::End();
-    Release(ring_.stage());
+    Release(ring_.stage);
     ring_.Advance();
   }
 
@@ -256,7 +256,7 @@ class ProjectConsumers : public ProjectBlock<Isa, kM, kPanel, kAdapted> {
     for (; chunks > 0; chunks -= Config::kStageChunks) {
       ring_.WaitFull();
       __syncwarp();  // no lane may miss a phase
-      Release(ring_.stage());
+      Release(ring_.stage);
       ring_.Advance();
     }
   }

@@ -14,6 +14,7 @@
 #include "kernels/isa/barrier.cuh"
 #include "kernels/isa/dependent_launch.cuh"
 #include "kernels/isa/sm90/cluster.cuh"
+#include "kernels/pipeline/ring.cuh"
 
 namespace dorad::kernels {
 
@@ -250,11 +251,11 @@ class PrefillBlock {
 
   template <typename Ring>
   __device__ uint32_t Stage() const {
-    return ring_ + stage_ * Ring::kStageBytes;
+    return ring_ + at_.stage * Ring::kStageBytes;
   }
   template <typename Ring>
   __device__ uint32_t Full() const {
-    return full_ + 8 * (Ring::kFirst + stage_);
+    return full_ + 8 * (Ring::kFirst + at_.stage);
   }
   template <typename Ring>
   __device__ uint32_t Empty(int stage) const {
@@ -263,15 +264,12 @@ class PrefillBlock {
 
   template <typename Ring>
   __device__ void Advance() {
-    if (++stage_ == Ring::kStages) {
-      stage_ = 0;
-      parity_ ^= 1;
-    }
+    at_.Advance(Ring::kStages);
   }
 
   template <typename Ring>
   __device__ void WaitEmpty() const {
-    BarrierWait(Empty<Ring>(stage_), parity_ ^ 1);
+    BarrierWait(Empty<Ring>(at_.stage), at_.parity ^ 1);
   }
 
   // A producer: from the shrink's ring to the one that takes its place, when all is consumed.
@@ -421,9 +419,7 @@ class PrefillBlock {
   const uint32_t parked_;
   const uint32_t stored_;
   const int slices_;  // of the shrink
-  // The next stage, and the parity of its phase.
-  int stage_ = 0;
-  uint32_t parity_ = 0;
+  RingPosition at_;
   // Consumers and storers: of the phase that parks the next half.
   uint32_t half_parity_ = 0;
   // Consumers: the stage whose products may be running, or -1.

@@ -41,8 +41,7 @@ __device__ void PrefillBlock<kN>::Consume() {
     PrefillCounters* counters = args_.counters;
     if (threadIdx.x == 0) SignalRelease(slices_ > 1 ? &counters->shares : &counters->shrunk);
   }
-  stage_ = 0;
-  parity_ = 0;
+  at_ = {};
   ConsumeTiles(first_tile);
 }
 
@@ -138,7 +137,7 @@ __device__ void PrefillBlock<kN>::Multiply(float (&d)[kColumns / 2], int stages,
   stages = __shfl_sync(0xFFFFFFFF, stages, 0);  // tells the compiler that the warp agrees
 #pragma unroll 1
   for (int i = 0; i < stages; ++i) {
-    BarrierWait(Full<Ring>(), parity_);
+    BarrierWait(Full<Ring>(), at_.parity);
     before();
     const uint64_t batch = WgmmaTile(Batch<Ring>());
     const uint64_t weights = WgmmaTile(Stage<Ring>() + Config::kBatchBytes);
@@ -152,7 +151,7 @@ __device__ void PrefillBlock<kN>::Multiply(float (&d)[kColumns / 2], int stages,
     // The stage before this one can go back: its products are complete.
     WgmmaWait<1>();
     if (previous_ >= 0) Release<Ring>(previous_);
-    previous_ = stage_;
+    previous_ = at_.stage;
     Advance<Ring>();
   }
 }
@@ -171,9 +170,9 @@ __device__ void PrefillBlock<kN>::Skip(int stages) {
   Drain<Ring>();
 #pragma unroll 1
   for (int i = 0; i < stages; ++i) {
-    BarrierWait(Full<Ring>(), parity_);
+    BarrierWait(Full<Ring>(), at_.parity);
     __syncwarp();
-    Release<Ring>(stage_);
+    Release<Ring>(at_.stage);
     Advance<Ring>();
   }
 }

@@ -16,11 +16,11 @@
 
 #include "kernels/dora/linear_prefill_mma_fetch.cuh"
 #include "kernels/dora/linear_prefill_problem.cuh"
-#include "kernels/isa/barrier.cuh"
 #include "kernels/isa/dependent_launch.cuh"
 #include "kernels/isa/memory.cuh"
 #include "kernels/isa/mma/mma.cuh"
 #include "kernels/isa/shared.cuh"
+#include "kernels/pipeline/ring.cuh"
 
 namespace dorad::kernels {
 
@@ -485,17 +485,16 @@ class PrefillMmaBlock {
 
   const PrefillMmaArgs& args_;
   Shared& shared_;
-  PrefillMmaRing ring_;  // of the next stage to multiply
-  PrefillMmaRing fill_;  // to fetch
+  Ring ring_;  // of the next stage to multiply
+  Ring fill_;  // to fetch
 };
 
 template <int kN>
 __global__ void __launch_bounds__(kPrefillMmaThreads, 1)
     PrefillMmaKernel(const __grid_constant__ PrefillMmaArgs args) {
   LaunchDependents();
-  PrefillMmaBlock<kN>(args, StaticShared<typename PrefillMmaBlock<kN>::Shared>(),
-                      SharedAddress(DynamicShared<128>()))
-      .Run();
+  using Block = PrefillMmaBlock<kN>;
+  Block(args, StaticShared<typename Block::Shared>(), SharedAddress(DynamicShared<128>())).Run();
 }
 
 }  // namespace dorad::kernels

@@ -11,6 +11,7 @@
 #include "kernels/isa/barrier.cuh"
 #include "kernels/isa/memory.cuh"
 #include "kernels/isa/mma/isa.cuh"
+#include "kernels/pipeline/ring.cuh"
 
 namespace dorad::kernels {
 
@@ -31,33 +32,6 @@ struct PrefillMmaArgs : PrefillProblem {
   float* shares;     // kPrefillMmaShareBytes for each panel and slice; nullptr: no slices
   uint32_t* summed;  // for each panel: slices whose sums are there; zero between launches
   float4* kept;      // kPrefillMmaThreads fours of a block's sums, as threads have them
-};
-
-// A position in the ring of stages: of the next products, or of the next fetch.
-struct PrefillMmaRing {
-  uint32_t data;   // of the first stage
-  uint32_t full;   // barriers of the stages: all warps have fetched their part
-  uint32_t empty;  // all warps have read it
-  int stages;
-  int stage_bytes;
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ uint32_t Stage() const { return data + stage * stage_bytes; }
-  __device__ uint32_t Full() const { return full + 8 * stage; }
-  __device__ void WaitFull() const { BarrierWait(Full(), parity); }
-  __device__ void WaitEmpty() const { BarrierWait(empty + 8 * stage, parity ^ 1); }
-  // Whole warp.
-  __device__ void Release() const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) BarrierArrive(empty + 8 * stage);
-  }
-  __device__ void Advance() {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
 };
 
 __device__ inline int RankOf(const PrefillProblem& args, int segment, int part) {
@@ -231,8 +205,7 @@ struct PrefillMmaFetch {
 // in the swizzle. Whole warps. A stage is Begin, all copies, End.
 class PrefillMmaFetcher {
  public:
-  __device__ PrefillMmaFetcher(const PrefillMmaArgs& args, PrefillMmaFetch& fetch,
-                               PrefillMmaRing& ring)
+  __device__ PrefillMmaFetcher(const PrefillMmaArgs& args, PrefillMmaFetch& fetch, Ring& ring)
       : args_(args), fetch_(fetch), ring_(ring) {}
 
   __device__ bool HasMore() const { return stages_ > 0; }
@@ -303,7 +276,7 @@ class PrefillMmaFetcher {
     return valid;
   }
 
-  PrefillMmaRing& ring_;
+  Ring& ring_;
   const uint32_t offset_ =
       threadIdx.x / 8 * kPrefillMmaRowBytes + ((threadIdx.x ^ threadIdx.x / 8) % 8 << 4);
   // Of the next stage.
@@ -321,8 +294,8 @@ class PrefillMmaShrinkFetcher : public PrefillMmaFetcher {
  public:
   static constexpr int kCopies = kBatchCopies + kPrefillMmaShrinkRows / kRowStep;
 
-  __device__ PrefillMmaShrinkFetcher(const PrefillMmaArgs& args, PrefillMmaFetch& fetch,
-                                     PrefillMmaRing& ring, int most_rank)
+  __device__ PrefillMmaShrinkFetcher(const PrefillMmaArgs& args, PrefillMmaFetch& fetch, Ring& ring,
+                                     int most_rank)
       : PrefillMmaFetcher(args, fetch, ring), most_rank_(most_rank) {
     Set<kPrefillMmaShrinkRows>([&] {
       fetch_.next = static_cast<int>(blockIdx.x);
@@ -364,8 +337,8 @@ class PrefillMmaTileFetcher : public PrefillMmaFetcher {
  public:
   static constexpr int kCopies = kBatchCopies + kN / kRowStep;
 
-  __device__ PrefillMmaTileFetcher(const PrefillMmaArgs& args, PrefillMmaFetch& fetch,
-                                   PrefillMmaRing& ring, int tile)
+  __device__ PrefillMmaTileFetcher(const PrefillMmaArgs& args, PrefillMmaFetch& fetch, Ring& ring,
+                                   int tile)
       : PrefillMmaFetcher(args, fetch, ring) {
     Set<kN>([&] {
       fetch_.h_ready = false;

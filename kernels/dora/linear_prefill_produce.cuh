@@ -115,8 +115,7 @@ __device__ void PrefillBlock<kN>::LeaveShrink() {
     WaitEmpty<ShrinkRing>();
     Advance<ShrinkRing>();
   }
-  stage_ = 0;
-  parity_ = 0;
+  at_ = {};
 }
 
 template <int kN>

@@ -1,9 +1,10 @@
-// A position in a ring of stages in shared memory: the same sequence in every role of a block.
+// The ring of a projection: a panel's weights and the batch arrive apart.
 #pragma once
 
 #include <cstdint>
 
 #include "kernels/isa/barrier.cuh"
+#include "kernels/pipeline/ring.cuh"
 
 namespace dorad::kernels {
 
@@ -27,56 +28,37 @@ struct LinearRingBarriers {
   }
 };
 
-class LinearRing {
+// Ring::full is the batch's.
+class LinearRing : public Ring {
  public:
   // data: 1024-byte aligned.
   template <int kMaxStages>
   __device__ LinearRing(LinearRingBarriers<kMaxStages>& barriers, uint32_t data, int stages,
                         int weight_bytes, int stage_bytes)
-      : weights_full_(SharedAddress(barriers.weights_full)),
-        batch_full_(SharedAddress(barriers.batch_full)),
-        empty_(SharedAddress(barriers.empty)),
-        data_(data),
-        stages_(stages),
-        weight_bytes_(weight_bytes),
-        stage_bytes_(stage_bytes) {}
+      : Ring(data, SharedAddress(barriers.batch_full), SharedAddress(barriers.empty), stages,
+             stage_bytes),
+        weights_full_(SharedAddress(barriers.weights_full)),
+        weight_bytes_(weight_bytes) {}
 
-  __device__ int stage() const { return stage_; }
-  __device__ uint32_t weights() const { return data_ + stage_ * stage_bytes_; }
-  __device__ uint32_t batch() const { return weights() + weight_bytes_; }
-  __device__ uint32_t weights_full() const { return weights_full_ + 8 * stage_; }
-  __device__ uint32_t batch_full() const { return batch_full_ + 8 * stage_; }
-  __device__ uint32_t empty(int stage) const { return empty_ + 8 * stage; }
+  __device__ uint32_t weights() const { return Stage(); }
+  __device__ uint32_t batch() const { return Stage() + weight_bytes_; }
+  __device__ uint32_t weights_full() const { return weights_full_ + 8 * stage; }
+  __device__ uint32_t batch_full() const { return Full(); }
 
   __device__ void WaitFull() const {
-    BarrierWait(batch_full(), parity_);
-    BarrierWait(weights_full(), parity_);
+    Ring::WaitFull();
+    BarrierWait(weights_full(), parity);
   }
-  __device__ void WaitEmpty() const { BarrierWait(empty(stage_), parity_ ^ 1); }
-  // Waits until the weights of `stages` stages before this one have arrived.
-  __device__ void WaitArrived(int stages) const {
-    const int oldest = stage_ - stages;
-    BarrierWait(weights_full_ + 8 * (oldest < 0 ? oldest + stages_ : oldest),
-                oldest < 0 ? parity_ ^ 1 : parity_);
-  }
-  __device__ void Advance() {
-    if (++stage_ == stages_) {
-      stage_ = 0;
-      parity_ ^= 1;
-    }
+  // Waits until the weights of `count` stages before this one have arrived.
+  __device__ void WaitArrived(int count) const {
+    const int oldest = stage - count;
+    BarrierWait(weights_full_ + 8 * (oldest < 0 ? oldest + stages : oldest),
+                oldest < 0 ? parity ^ 1 : parity);
   }
 
  private:
   const uint32_t weights_full_;
-  const uint32_t batch_full_;
-  const uint32_t empty_;
-  const uint32_t data_;
-  const int stages_;
   const int weight_bytes_;
-  const int stage_bytes_;
-  // The next stage, and the parity of its phase.
-  int stage_ = 0;
-  uint32_t parity_ = 0;
 };
 
 }  // namespace dorad::kernels

@@ -12,6 +12,7 @@
 #include "kernels/isa/memory.cuh"
 #include "kernels/isa/mma/isa.cuh"
 #include "kernels/isa/mma/matrix.h"
+#include "kernels/pipeline/ring.cuh"
 
 namespace dorad::kernels::norm {
 
@@ -143,19 +144,15 @@ __device__ inline void RowGemmBlock(const PlainParams& p, uint32_t stages, uint3
   __syncthreads();
   Fetcher<C> fetcher(p, stages, full);
   for (int i = 0; i + 1 < kMmaStages; ++i) fetcher.Next();
-  uint32_t stage = 0;
-  uint32_t phase = 0;
+  RingPosition ring;
   // The next stage's address, when it is full. The one before it has been read by all, and is
   // filled anew.
   const auto next = [&] {
     __syncthreads();
     fetcher.Next();
-    BarrierWait(full + 8 * stage, phase);
-    const uint32_t at = stages + stage * kStageBytes;
-    if (++stage == kMmaStages) {
-      stage = 0;
-      phase ^= 1;
-    }
+    BarrierWait(full + 8 * ring.stage, ring.parity);
+    const uint32_t at = stages + ring.stage * kStageBytes;
+    ring.Advance(kMmaStages);
     return at;
   };
   for (uint32_t index = blockIdx.x; index < p.items; index += gridDim.x) {

@@ -15,6 +15,7 @@
 #include "kernels/isa/dependent_launch.cuh"
 #include "kernels/isa/sm90/copy.cuh"
 #include "kernels/isa/sm90/wgmma.cuh"
+#include "kernels/pipeline/ring.cuh"
 
 namespace dorad::kernels::norm {
 
@@ -44,19 +45,6 @@ struct Config : Tiling<kind_, tile_n_, z_by_n_> {
 using TensorParams = Params<CUtensorMap>;
 static_assert(sizeof(TensorParams) <= 4096);
 
-// A position in the ring and the phase of its barriers.
-template <int stages>
-struct Ring {
-  uint32_t stage = 0;
-  uint32_t phase = 0;
-  __device__ void Next() {
-    if (++stage == stages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-
 // Shared memory. Barriers of a stage or box follow each other in steps of 8 bytes.
 struct Shared {
   uint32_t stages;
@@ -69,7 +57,7 @@ struct Shared {
 
 template <typename C>
 __device__ void Produce(const TensorParams& p, const Shared& shared) {
-  Ring<C::stages> ring;
+  RingPosition ring;
   uint32_t z_phase = 0;
   for (uint32_t index = blockIdx.x; index < p.items; index += gridDim.x) {
     const Item item = ItemOf<C>(p, index);
@@ -80,7 +68,7 @@ __device__ void Produce(const TensorParams& p, const Shared& shared) {
     uint32_t box = 0;
     for (uint32_t k = item.step_begin; k < item.step_end; ++k) {
       const uint32_t full = shared.full + 8 * ring.stage;
-      BarrierWait(shared.empty + 8 * ring.stage, ring.phase ^ 1);
+      BarrierWait(shared.empty + 8 * ring.stage, ring.parity ^ 1);
       BarrierArriveExpect(full, C::stage_bytes);
       const uint32_t x = shared.stages + ring.stage * C::stage_bytes;
       const uint32_t y = x + C::x_bytes;
@@ -94,7 +82,7 @@ __device__ void Produce(const TensorParams& p, const Shared& shared) {
       } else {
         CopyTensorBox(y, &maps.y, from, n, full);
       }
-      ring.Next();
+      ring.Advance(C::stages);
       // Loads Z after the steps that fit while the previous tile is reduced (until then its buffer
       // is in use), and in parts: a whole tile at once would delay the next steps.
       const uint32_t done = k + 1 - item.step_begin;
@@ -130,7 +118,7 @@ __device__ void Consume(const TensorParams& p, const Shared& shared) {
   const int lane = thread % 32;
   const int row = group * 64 + thread % 128 / 32 * 16;  // of the tile, this warp's first
   const ZAddress<C> z_address(shared.z, group, thread % 128 / 32, lane);
-  Ring<C::stages> ring;
+  RingPosition ring;
   uint32_t z_phase = 0;
   const auto release = [&](uint32_t barrier) {
     if (lane == 0) BarrierArrive(barrier);
@@ -142,7 +130,7 @@ __device__ void Consume(const TensorParams& p, const Shared& shared) {
     const Item item = next;
     uint32_t previous = 0;
     for (uint32_t k = item.step_begin; k < item.step_end; ++k) {
-      BarrierWait(shared.full + 8 * ring.stage, ring.phase);
+      BarrierWait(shared.full + 8 * ring.stage, ring.parity);
       const uint32_t x = shared.stages + ring.stage * C::stage_bytes + group * 64 * kBoxBytes;
       const uint32_t y = shared.stages + ring.stage * C::stage_bytes + C::x_bytes;
       WgmmaFence();
@@ -160,7 +148,7 @@ __device__ void Consume(const TensorParams& p, const Shared& shared) {
       WgmmaWait<1>();
       if (k > item.step_begin) release(shared.empty + 8 * previous);
       previous = ring.stage;
-      ring.Next();
+      ring.Advance(C::stages);
     }
     index += gridDim.x;
     // While the last step is still running.

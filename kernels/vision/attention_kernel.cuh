@@ -5,7 +5,6 @@
 
 #include <cstdint>
 
-#include "kernels/common/stage_barriers.cuh"
 #include "kernels/common/status.h"
 #include "kernels/isa/barrier.cuh"
 #include "kernels/isa/dependent_launch.cuh"
@@ -13,6 +12,8 @@
 #include "kernels/isa/mma/mma.cuh"
 #include "kernels/isa/shared.cuh"
 #include "kernels/isa/sm90/wgmma.cuh"
+#include "kernels/pipeline/ring.cuh"
+#include "kernels/pipeline/stage_barriers.cuh"
 #include "kernels/vision/attention_launch.h"
 
 namespace dorad::kernels {
@@ -70,19 +71,15 @@ __device__ void Produce(const Args<typename C::Isa>& p, const SegmentTile& tile,
     Isa::template FetchHead<C::blocks>(p.map, base + C::query_at + group * C::tile_bytes, head,
                                        tile.row + 64 * group, queries);
   }
-  int stage = 0;
-  uint32_t parity = 0;
+  RingPosition ring;
   for (int row = tile.begin; row < tile.end; row += kKeys) {
-    BarrierWait(empty + 8 * stage, parity ^ 1);
-    const uint32_t at = base + stage * 2 * C::tile_bytes;
-    Isa::Expect(full + 8 * stage, 2 * C::tile_bytes);
-    Isa::template FetchHead<C::blocks>(p.map, at, p.heads + head, row, full + 8 * stage);
+    BarrierWait(empty + 8 * ring.stage, ring.parity ^ 1);
+    const uint32_t at = base + ring.stage * 2 * C::tile_bytes;
+    Isa::Expect(full + 8 * ring.stage, 2 * C::tile_bytes);
+    Isa::template FetchHead<C::blocks>(p.map, at, p.heads + head, row, full + 8 * ring.stage);
     Isa::template FetchHead<C::blocks>(p.map, at + C::tile_bytes, 2 * p.heads + head, row,
-                                       full + 8 * stage);
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
+                                       full + 8 * ring.stage);
+    ring.Advance(kStages);
   }
 }
 
@@ -170,15 +167,14 @@ __device__ void Consume(const Args<typename C::Isa>& p, const SegmentTile& tile,
   // A group without rows reads its stages, too: it must not hold up the ring.
   const bool is_idle = 64 * group >= tile.rows;
   GroupRows<Isa, kDim> rows;
-  int stage = 0;
-  uint32_t parity = 0;
-  const auto keys = [&] { return base + stage * 2 * C::tile_bytes; };
+  RingPosition ring;
+  const auto keys = [&] { return base + ring.stage * 2 * C::tile_bytes; };
   const auto release = [&](int used) {
     if (lane == 0) BarrierArrive(empty + kValues + 8 * used);
   };
   // Where values come and go apart from keys, and all warps fetch them together.
   const auto release_keys = [&] {
-    if (Isa::kApart && lane == 0) BarrierArrive(empty + 8 * stage);
+    if (Isa::kApart && lane == 0) BarrierArrive(empty + 8 * ring.stage);
   };
   const auto fetch = [&](int i, int to, bool is_v) {
     if constexpr (Isa::kApart) {
@@ -191,17 +187,17 @@ __device__ void Consume(const Args<typename C::Isa>& p, const SegmentTile& tile,
   // A tile further on takes the place of tile i, which by now no warp should need any more.
   const auto refill_keys = [&](int i) {
     if (!Isa::kApart || i + kStages >= tiles) return;
-    BarrierWait(empty + 8 * stage, parity);
-    fetch(i + kStages, stage, false);
+    BarrierWait(empty + 8 * ring.stage, ring.parity);
+    fetch(i + kStages, ring.stage, false);
   };
   const auto refill_values = [&](int i, int used) {
     if (!Isa::kApart || i + kStages >= tiles) return;
-    // `parity` is that of the stage after it.
-    BarrierWait(empty + kValues + 8 * used, used + 1 == kStages ? parity ^ 1 : parity);
+    // The parity is that of the stage after it.
+    BarrierWait(empty + kValues + 8 * used, used + 1 == kStages ? ring.parity ^ 1 : ring.parity);
     fetch(i + kStages, used, true);
   };
   const auto await_values = [&] {
-    if constexpr (Isa::kApart) BarrierWait(full + kValues + 8 * stage, parity);
+    if constexpr (Isa::kApart) BarrierWait(full + kValues + 8 * ring.stage, ring.parity);
   };
   if constexpr (Isa::kApart) {
     if (!is_idle) {
@@ -216,16 +212,13 @@ __device__ void Consume(const Args<typename C::Isa>& p, const SegmentTile& tile,
   }
   if (is_idle) {
     for (int i = 0; i < tiles; ++i) {
-      const int used = stage;
-      BarrierWait(full + 8 * stage, parity);
+      const int used = ring.stage;
+      BarrierWait(full + 8 * ring.stage, ring.parity);
       release_keys();
       refill_keys(i);
       await_values();
-      release(stage);
-      if (++stage == kStages) {
-        stage = 0;
-        parity ^= 1;
-      }
+      release(ring.stage);
+      ring.Advance(kStages);
       refill_values(i, used);
     }
     return;
@@ -238,7 +231,7 @@ __device__ void Consume(const Args<typename C::Isa>& p, const SegmentTile& tile,
   release_keys();
   for (int i = 0; i < tiles; ++i) {
     rows.Weigh(count - i * kKeys, p.scale);
-    const int used = stage;
+    const int used = ring.stage;
     refill_keys(i);
     await_values();
     Isa::Begin(false);
@@ -247,12 +240,9 @@ __device__ void Consume(const Args<typename C::Isa>& p, const SegmentTile& tile,
       Isa::End();
       release(used);
     }
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
+    ring.Advance(kStages);
     if (i + 1 < tiles) {
-      BarrierWait(full + 8 * stage, parity);
+      BarrierWait(full + 8 * ring.stage, ring.parity);
       rows.StartScores(queries, keys());
     }
     Isa::End();
