@@ -23,8 +23,8 @@ class DraftTrial {
   struct Step {
     int64_t sequences = 0;  // running
     bool guessed = false;   // it had guesses, or the one before, for whose end it waited
-    // Then tokens of all sequences count. Else nobody waits for more than the slowest sequences:
-    // guesses pay if three of four sequences gain.
+    // Requests wait for a place. Then guesses pay if all sequences together gain tokens. Otherwise
+    // three of four sequences have to gain: a batch ends with its slowest ones.
     bool others_wait = false;
     absl::Duration time;  // from the end of the step before to its end
   };

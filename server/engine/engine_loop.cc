@@ -246,7 +246,7 @@ void EngineLoop::FinishStep() {
     } else {
       trial_.Observe(
           {scheduler_.running(), has_drafts || had_drafts_, scheduler_.waiting() > 0, time},
-          [this] { return scheduler_.progress(); });
+          [this] { return Progress(); });
     }
     last_step_end_ = step.now;
     had_drafts_ = has_drafts;
@@ -257,6 +257,15 @@ void EngineLoop::FinishStep() {
     after_steps_.pop_front();
     then();
   }
+}
+
+std::vector<DraftTrial::Progress> EngineLoop::Progress() const {
+  std::vector<DraftTrial::Progress> all;
+  all.reserve(scheduler_.running());
+  for (const Sequence* s : scheduler_.running_sequences()) {
+    if (!s->frozen) all.push_back({s->arrival, s->generated()});
+  }
+  return all;
 }
 
 void EngineLoop::FinishAll() {

@@ -79,6 +79,8 @@ class EngineLoop {
   bool BeginStep();
   void EncodeImages();
   void FinishStep();
+  // For the trial.
+  std::vector<DraftTrial::Progress> Progress() const;
   // Finishes all steps in flight. Leaves the runner idle: only for work that cannot overlap a step.
   void FinishAll();
   // Runs `then` after the steps now in flight; they do not wait for it.

@@ -296,15 +296,6 @@ void Scheduler::PreemptAll() {
   while (!running_.empty()) Preempt(*running_.rbegin(), &nothing);
 }
 
-std::vector<DraftTrial::Progress> Scheduler::progress() const {
-  std::vector<DraftTrial::Progress> all;
-  all.reserve(running_.size());
-  for (const Sequence* s : running_) {
-    if (!s->frozen) all.push_back({s->arrival, s->generated()});
-  }
-  return all;
-}
-
 void Scheduler::Landed(const Chunk& chunk) {
   Sequence& s = *chunk.sequence;
   --s.in_flight;

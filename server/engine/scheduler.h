@@ -10,7 +10,6 @@
 #include <functional>
 #include <vector>
 
-#include "server/engine/draft_trial.h"
 #include "server/engine/kv_needs.h"
 #include "server/engine/kv_pages.h"
 #include "server/engine/prefix_sharing.h"
@@ -61,8 +60,7 @@ class Scheduler {
 
   int64_t running() const { return static_cast<int64_t>(running_.size()); }
   int64_t waiting() const { return waiting_; }
-  // Of the running sequences.
-  std::vector<DraftTrial::Progress> progress() const;
+  const SequenceLine& running_sequences() const { return running_; }
   int64_t frozen() const { return frozen_running_ + frozen_waiting_; }
   uint64_t preemptions() const { return preemptions_; }
   // Whether the next step should wait for the one in flight: many sequences verify a draft there

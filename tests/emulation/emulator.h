@@ -109,8 +109,8 @@ struct Thread {
   std::unique_ptr<Fiber> fiber;
 };
 
-// Where a block's dynamic shared memory begins, as unfavourable as it can be for alignments above
-// 128; and its static one, apart from it, so that what is beyond either is nobody's.
+// Where a block's dynamic shared memory begins: at the address that wastes most of an alignment
+// above 128. The static one begins far behind it, so that accesses beyond either are found.
 inline constexpr uint32_t kDynamicAt = 128;
 inline constexpr uint32_t kStaticAt = 256 * 1024;
 inline constexpr uint32_t kStaticBytes = 32 * 1024;
