@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from dorad._unsupported import UnsupportedError
 from dorad._verl.gate import Gate
-from dorad._verl.settings import problems, request_options, seed, server_settings
+from dorad._verl.settings import problems, request_options, server_settings
 
 CONTEXT = 100
 
@@ -217,15 +217,6 @@ def test_unknown_parameters_are_refused_by_name():
     with pytest.raises(ValueError, match="n=2"):
         options({"n": 2})
     assert options({"n": 1, "stop": None})
-
-
-def test_seeds_depend_on_all_that_names_a_request():
-    cases = [(1, "a", [1], 1), (2, "a", [1], 1), (1, "b", [1], 1), (1, "a", [2], 1)]
-    cases += [(None, "a", [1], 1), (1, "a", [1], 2)]
-    found = [seed(rollout(), *case) for case in cases]
-    assert len(set(found)) == len(found) and max(found) < 2**64
-    assert found == [seed(rollout(), *case) for case in cases]
-    assert seed(rollout(seed=43), *cases[0]) != found[0]
 
 
 # --- The gate -------------------------------------------------------------------------------------

@@ -139,6 +139,30 @@ def test_evaluation_does_not_change_what_training_samples(server, model, tmp_pat
     assert len(runs[0]) == 3 and runs[0] == runs[1]
 
 
+def test_answers_of_the_last_epoch_save_time_and_leave_no_trace(server, model, tmp_path):
+    runs = []
+    for answers in dorad.Answers(max_bytes=0), dorad.Answers():  # The first one keeps nothing.
+        trainer = trl_runs.trainer(
+            served(GRPOTrainer, server.grpc, answers=answers),
+            GRPOConfig,
+            trl_runs.policy(model, use_dora=True),
+            tmp_path,
+            max_steps=3,
+        )
+        trainer.train_dataset = trainer.train_dataset.select(range(2))  # Each step is an epoch.
+        recorder = trl_runs.Recorder(trainer)
+        trainer.train()
+        accepted = [
+            sum(sample.usage.accepted_draft_tokens for samples in call[3] for sample in samples)
+            for call in recorder.calls
+        ]
+        assert max(trl_runs.differences(trainer)) < 1e-4
+        runs.append((recorder.tokens(), accepted))
+    assert runs[0][0] == runs[1][0]
+    assert runs[0][1] == [0, 0, 0]
+    assert runs[1][1][0] == 0 and min(runs[1][1][1:]) > 8
+
+
 def test_any_prompts_in_any_order_get_their_own_samples(server, client, model, tmp_path):
     trainer = grpo(server, trl_runs.policy(model, use_dora=True), tmp_path)
     a, b, c = [5, 6, 7], [8, 9], [5, 6, 7, 8]

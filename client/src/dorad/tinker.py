@@ -18,6 +18,7 @@ import tinker
 
 from dorad import aio
 from dorad import types as t
+from dorad.answers import Answers
 from dorad.text import ModelText
 
 _ENDS = {t.FinishReason.STOP: "stop", t.FinishReason.LENGTH: "length"}
@@ -32,6 +33,9 @@ class SamplingClient:
       text: the model's tokenizer, for stop strings. Lists of stop tokens need none.
       logprobs: of the sampled tokens: "raw", as a trainer computes them from undivided logits, or
         "scaled" by the temperature.
+      answers: those of earlier calls, for prompts that come again with their `seed`, or at
+        temperature 0: they become drafts, and the new ones take their place. Samples that end at
+        stop strings are neither kept nor drafted.
     """
 
     def __init__(
@@ -41,11 +45,13 @@ class SamplingClient:
         *,
         text: ModelText | None = None,
         logprobs: t.LogprobMode = "raw",
+        answers: Answers | None = None,
     ) -> None:
         self._client = client
         self._adapter = adapter
         self._text = text
         self._logprobs = logprobs
+        self._answers = answers
 
     async def sample(
         self,
@@ -61,7 +67,8 @@ class SamplingClient:
         token ids, or strings, after which the tokens end with the one that completes the string.
 
         Raises:
-          ValueError: for images, for an unsupported argument, and for stop strings without `text`.
+          ValueError: for images, for an unsupported argument, for stop strings without `text`, and
+            with `answers` for `sampling_params` without a seed, unless the temperature is 0.
           RuntimeError: a sample was aborted.
           DoradError: as `Client.generate`.
         """
@@ -90,7 +97,12 @@ class SamplingClient:
             made = await self._sample_until(strings, ids, num_samples, options)
         else:
             options["n"] = num_samples
+            if self._answers is not None:
+                request = self._answers.offer(t.GenerateRequest(ids, **options))
+                options["drafts"] = request.drafts
             samples = await self._client.generate(ids, **options)
+            if self._answers is not None:
+                self._answers.keep(request, samples)
             made = [
                 _sequence(str(i), s.token_ids, s.logprobs, s.finish_reason)
                 for i, s in enumerate(samples)

@@ -23,7 +23,7 @@ class FakeControl(control_pb2_grpc.ControlServiceServicer):
         info.model.digest = self.model_digest
         info.model.vocab_size, info.model.context_length = VOCAB, CONTEXT_LENGTH
         info.model.eos_token_ids.append(EOS)
-        info.limits.max_tokens = 2048
+        info.limits.max_tokens, info.limits.max_draft_tokens = 2048, 1 << 18
         info.engine.running_sequences = self.running + self.running_of_others
         info.engine.queued_requests = self.queued
         info.engine.kv_pages_total, info.engine.kv_pages_used = 100, self.kv_pages_used

@@ -55,7 +55,7 @@ class Replica(RolloutReplica):  # type: ignore[misc]
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
             name=actor_name(self.replica_rank, self.name_suffix),
             max_concurrency=self.max_concurrency,
-        ).remote(self.config, self.model_config, gpu)
+        ).remote(self.config, self.model_config, gpu, self.replica_rank)
         await server.launch_server.remote()
         self.servers = [server]
         self._server_handle = server

@@ -7,7 +7,6 @@ import math
 import os
 import tempfile
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
@@ -16,9 +15,18 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.replica import TokenOutput
 
-from dorad import AdapterVersion, FinishReason, NotFound, Sample, _processor_images
+from dorad import (
+    AdapterVersion,
+    Answers,
+    FinishReason,
+    GenerateRequest,
+    NotFound,
+    Sample,
+    _processor_images,
+)
 from dorad._local_server import local_server, model_folder
 from dorad._origin import check_origin
+from dorad._prompt_seeds import PromptSeeds
 from dorad._unsupported import UnsupportedError
 from dorad._verl import settings
 from dorad._verl.gate import Gate
@@ -44,14 +52,17 @@ def actor_name(replica_rank: int, suffix: str = "") -> str:
 class Server:
     """Its methods are those that verl calls on a rollout's server. They run on one event loop."""
 
-    def __init__(self, config: Any, model_config: Any, gpu: str | None) -> None:
+    def __init__(self, config: Any, model_config: Any, gpu: str | None, replica_rank: int) -> None:
         """`gpu`: the device's number or UUID for CUDA_VISIBLE_DEVICES; None: the CPU."""
         self._config = omega_conf_to_dataclass(config)
         self._model = omega_conf_to_dataclass(model_config, dataclass_type=HFModelConfig)
         self._gpu = gpu
+        self._replica_rank = replica_rank
         self._gate = Gate()
         self._policy: Policy | None = None
-        self._drawn: Counter[tuple[str, tuple[int, ...]]] = Counter()  # from this policy
+        self._seeds = PromptSeeds()  # Restarted with each policy.
+        self._interruptions = 0  # times that a policy may have changed among a prompt's samples
+        self._answers: Answers | None = None
         self._target = ""
         self._context_length = 0
         self._takes_images = False
@@ -69,6 +80,8 @@ class Server:
         self._client = Client(self._target, shared_memory=info.shared_memory_socket or None)
         self._takes_images = info.limits.max_images > 0 and self._model.processor is not None
         self._context_length = info.model.context_length
+        if settings.keeps_answers(self._config):
+            self._answers = Answers(max_draft_tokens=info.limits.max_draft_tokens)
         longest = self._config.prompt_length + self._config.response_length
         if longest > self._context_length:
             raise UnsupportedError(
@@ -97,7 +110,9 @@ class Server:
         """Requests sample from this version from now on; the one before is retired. Those that
         have it keep it until they end."""
         before, self._policy = self._policy, Policy(version, global_steps)
-        self._drawn.clear()
+        self._seeds.restart()
+        if self._gate.inside:
+            self._interruptions += 1
         if before is not None:
             with suppress(NotFound):
                 await self._client.retire(before.version.ref)
@@ -150,23 +165,29 @@ class Server:
                 options["images"] = await asyncio.to_thread(
                     self._placed, prompt, image_data, **dict(mm_processor_kwargs or {})
                 )
-            if self._config.full_determinism and "seed" not in options:
-                options["seed"] = self._seed(policy, request_id, prompt)
-            (sample,) = await self._client.generate(
-                prompt,
-                adapter=policy.version.ref,
-                priority=priority,
-                timeout=math.inf,
-                retry_for=_RETRY_SECONDS,
-                **options,
+            base = self._seeds_of(policy, request_id)
+            if base is not None and "seed" not in options:
+                options["seed"] = self._seeds.next(base, prompt, options.get("images"))
+            request = GenerateRequest(
+                prompt, adapter=policy.version.ref, priority=priority, **options
+            )
+            ((sample,),) = await self._client.generate_many(
+                [request], answers=self._answers, timeout=math.inf, retry_for=_RETRY_SECONDS
             )
         return _answer(sample, policy)
 
-    def _seed(self, policy: Policy, request_id: str, prompt: list[int]) -> int:
-        """verl's ids are the same in every run, but samples of one prompt may share an id."""
-        key = (request_id, tuple(prompt))
-        self._drawn[key] += 1
-        return settings.seed(self._config, policy.global_steps, *key, self._drawn[key])
+    def _seeds_of(self, policy: Policy, request_id: str) -> str | None:
+        """What a seed depends on besides the prompt and the sample's number; None: it is random."""
+        seed = self._config.seed
+        if self._answers is not None:
+            # Not on the step: a prompt that comes again has its seeds again. Samples of one prompt
+            # need different ones, also from several servers, and when the policy changes between
+            # them.
+            return f"{seed} {self._replica_rank} {self._interruptions}"
+        if self._config.full_determinism:
+            # verl's ids are the same in every run, but samples of one prompt may share an id.
+            return f"{seed} {policy.global_steps} {request_id}"
+        return None
 
     async def abort_all_requests(
         self, reset_prefix_cache: bool = True, reject_request: bool = False
@@ -174,6 +195,7 @@ class Server:
         """Ends all requests with the tokens so far; new ones wait for `resume_generation`, or are
         refused."""
         await self._gate.close(refuse=reject_request)
+        self._interruptions += 1
         aborted = self._gate.inside
         while self._gate.inside:
             await self._client.abort(all=True)

@@ -5,7 +5,6 @@ docs/guides/verl.md has the table.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -126,6 +125,11 @@ def server_settings(rollout: Any, device: str) -> dict[str, object]:
     return values | _flat(_field(rollout, "engine_kwargs", {}).get("dorad") or {})
 
 
+def keeps_answers(rollout: Any) -> bool:
+    """`rollout.engine_kwargs.dorad_answers`."""
+    return bool(_field(rollout, "engine_kwargs", {}).get("dorad_answers"))
+
+
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     """{"engine": {"kv_bytes": "8GiB"}} as {"engine.kv_bytes": "8GiB"}."""
     found: dict[str, object] = {}
@@ -184,11 +188,3 @@ def _max_tokens(
     if wanted is None:
         wanted = min(rollout.response_length, left)
     return max(1, min(int(wanted), room))
-
-
-def seed(
-    rollout: Any, global_steps: int | None, request_id: str, prompt: Sequence[int], draw: int
-) -> int:
-    """With rollout.full_determinism. `draw`: the sample's number."""
-    text = f"{rollout.seed} {global_steps} {request_id} {list(prompt)} {draw}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -7,13 +7,13 @@ one talks to the server, all take part in every method.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 import os
 import tempfile
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from dorad import (
     AdapterVersion,
+    Answers,
     Client,
     FinishReason,
     GenerateRequest,
@@ -34,6 +35,7 @@ from dorad import (
 )
 from dorad._local_server import local_server, model_folder
 from dorad._origin import check_origin
+from dorad._prompt_seeds import PromptSeeds, seed_of
 from dorad._unsupported import UnsupportedError
 from dorad.trl import _policy
 from dorad.trl._options import Options
@@ -58,6 +60,7 @@ class Server:
     adapter: str | None = None
     shared_memory: bool = False
     settings: Mapping[str, object] = field(default_factory=dict)
+    answers: Answers | None = None
 
 
 class Generation:
@@ -96,7 +99,10 @@ class Generation:
         self._request_options = self._options.request_options(_eos_token_ids(trainer)) | {
             "bad_words": _processor_images.unsampled(model.config) or None
         }
-        self._calls: dict[tuple[int, bool], int] = {}  # by step, and whether it trains
+        self._answers = server.answers
+        self._step = -1  # of the last call of `generate`: the counts below are this step's
+        self._calls: Counter[bool] = Counter()  # by whether they train
+        self._prompt_seeds = PromptSeeds()
         self.client: Client | None = None
         self._shared: SharedTensors | None = None
         self._max_n = 1
@@ -278,31 +284,40 @@ class Generation:
         for place, (ids, pictures) in enumerate(prompts):
             key = tuple(ids), tuple(map(_processor_images.identity, pictures))
             places.setdefault(key, []).append(place)
+        seeds = self._prompt_seeds.copy()  # Another attempt has the same ones.
         requests, targets = [], []
         for wanted in places.values():
             ids, pictures = prompts[wanted[0]]
             images = self._placed(ids, pictures)
             for begin in range(0, len(wanted), self._max_n):
                 targets.append(wanted[begin : begin + self._max_n])
+                if self._answers is None:
+                    seed = seed_of(f"{draw} {targets[-1][0]}")
+                else:
+                    seed = seeds.next(draw, ids, images)
                 requests.append(
                     GenerateRequest(
                         ids,
                         images=images,
                         adapter=self.version.ref,
                         n=len(targets[-1]),
-                        seed=_seed(draw, targets[-1][0]),
+                        seed=seed,
                         **self._request_options,
                     )
                 )
         self._wake("weights", "kv")
         try:
             answers = self.client.generate_many(
-                requests, timeout=math.inf, retry_for=self._options.server_timeout
+                requests,
+                answers=self._answers,
+                timeout=math.inf,
+                retry_for=self._options.server_timeout,
             )
         except NotFound:
             return None
         finally:
             self._sleep()
+        self._prompt_seeds = seeds
         samples: dict[int, Drawn] = {}
         for target, answer in zip(targets, answers, strict=True):
             for place, sample in zip(target, answer, strict=True):
@@ -326,12 +341,20 @@ class Generation:
 
     def _next_draw(self) -> str:
         """Names a call of `generate`: another one at every step and call, and the same in a run
-        that was resumed. Evaluation does not change those of training."""
+        that was resumed. Evaluation does not change those of training.
+
+        With `answers` the same one at every step: a prompt that comes again has its seed again. A
+        prompt's further requests of one step have further seeds."""
         seed = self._options.further.get("seed", self._trainer.args.seed)
         step, training = self._trainer.state.global_step, bool(self._model.training)
-        self._calls = {key: calls for key, calls in self._calls.items() if key[0] == step}
-        call = self._calls[step, training] = self._calls.get((step, training), 0) + 1
-        return f"{seed} {step} {training} {call}"
+        if step != self._step:
+            self._step = step
+            self._calls.clear()
+            self._prompt_seeds.restart()
+        if self._answers is not None:
+            return f"{seed} {training}"
+        self._calls[training] += 1
+        return f"{seed} {step} {training} {self._calls[training]}"
 
     # --- Sleep ------------------------------------------------------------------------------------
 
@@ -367,12 +390,6 @@ class Generation:
 def _close(stack: ExitStack, process: int) -> None:
     if os.getpid() == process:
         stack.close()
-
-
-def _seed(draw: str, place: int) -> int:
-    """Of the prompt at this place of a batch."""
-    digest = hashlib.blake2b(f"{draw} {place}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
 
 
 def _eos_token_ids(trainer: Any) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 from transformers import TrainerCallback
 
-from dorad import Client
+from dorad import Answers, Client
 from dorad._unsupported import UnsupportedError
 from dorad.trl import _asynchronous
 from dorad.trl._generation import Generation, Server
@@ -35,6 +35,7 @@ def served(
     adapter: str | None = None,
     shared_memory: bool = False,
     settings: Mapping[str, object] | None = None,
+    answers: Answers | None = None,
 ) -> TrainerClass:
     """The same trainer, whose completions come from a dorad server. vLLM need not be installed.
 
@@ -57,19 +58,29 @@ def served(
       shared_memory: the server runs on this host and reads the adapter from this process's memory
         (server.shared_memory_socket). A server that the trainer starts always does.
       settings: of a server that the trainer starts, as "engine.kv_bytes": "8GiB".
+      answers: those of earlier steps, for prompts that come again: they become drafts. Then a
+        prompt has the same seed at every step. See docs/guides/trl.md, "Several epochs".
 
     Returns:
       A subclass of the same name. Its constructor raises UnsupportedError for what cannot be
       honoured, and dorad.InvalidArgument for an adapter that the server refuses.
+
+    Raises:
+      ValueError: `settings` with `server`; `answers`, `shared_memory` or no `server` with an
+        asynchronous trainer.
     """
     if settings and server is not None:
         raise ValueError("settings are for a server that the trainer starts: leave server out")
-    place = Server(server, adapter, shared_memory, dict(settings or {}))
+    place = Server(server, adapter, shared_memory, dict(settings or {}), answers)
     asynchronous = any(hasattr(module, _SELECT) for module in _modules(trainer_class))
     if asynchronous and (server is None or shared_memory):
         raise ValueError(
             f"{trainer_class.__name__} generates through a gateway: give served() the address of "
             "the server behind it, without shared_memory"
+        )
+    if asynchronous and answers is not None:
+        raise ValueError(
+            f"answers: {trainer_class.__name__} generates in another process, through a gateway"
         )
     initialise = cast(Any, trainer_class).__init__
 
