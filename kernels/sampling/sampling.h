@@ -53,7 +53,7 @@ struct TokenUse {
   int32_t id = 0;
   uint32_t count = 0;  // kGenerated for each time that it was generated, kInPrompt once
 };
-// `token` is banned if the row's newest token is `after`.
+// `token` is banned if the row's newest token (SampleSpec::newest) is `after`.
 struct ConditionalBan {
   int32_t after = 0;
   int32_t token = 0;
@@ -75,7 +75,7 @@ struct SampleRowSpec {
   int32_t banned_begin = 0, banned_count = 0;
   int32_t conditional_begin = 0, conditional_count = 0;
   int32_t adjustments = -1;  // index; -1: none
-  int32_t newest = -1;  // index of the sequence's last token, which `uses` lacks; -1: it has it
+  int32_t newest = -1;       // index of the sequence's token that `uses` lacks; -1: it has all
   int32_t chosen_begin = 0, chosen_count = 0;
 };
 

@@ -9,18 +9,21 @@ bool EndsWith(absl::Span<const TokenId> tokens, absl::Span<const TokenId> end) {
 }
 
 void AppendBans(absl::Span<const std::vector<TokenId>> bad_words,
-                absl::Span<const TokenId> generated, bool newest_unknown,
+                absl::Span<const TokenId> generated, std::optional<size_t> after_unknown,
                 std::vector<TokenId>* banned, std::vector<ConditionalBan>* conditional) {
   for (const std::vector<TokenId>& word : bad_words) {
     const absl::Span<const TokenId> before = absl::MakeConstSpan(word).first(word.size() - 1);
     if (before.empty()) {
       banned->push_back(word.back());
-    } else if (newest_unknown) {
-      if (EndsWith(generated, before.first(before.size() - 1))) {
-        conditional->push_back({before.back(), word.back()});
+    } else if (after_unknown.value_or(before.size()) >= before.size()) {
+      if (EndsWith(generated, before)) banned->push_back(word.back());
+    } else {
+      const absl::Span<const TokenId> after = before.last(*after_unknown);
+      const size_t unknown = before.size() - *after_unknown - 1;
+      const absl::Span<const TokenId> known = generated.first(generated.size() - *after_unknown);
+      if (EndsWith(generated, after) && EndsWith(known, before.first(unknown))) {
+        conditional->push_back({before[unknown], word.back()});
       }
-    } else if (EndsWith(generated, before)) {
-      banned->push_back(word.back());
     }
   }
 }

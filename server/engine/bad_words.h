@@ -2,6 +2,8 @@
 // thread-safe.
 #pragma once
 
+#include <cstddef>
+#include <optional>
 #include <vector>
 
 #include "absl/types/span.h"
@@ -12,10 +14,10 @@ namespace dorad::engine {
 // Whether the last tokens are `end`.
 bool EndsWith(absl::Span<const TokenId> tokens, absl::Span<const TokenId> end);
 
-// Appends the bans for the token after `generated`; with newest_unknown one more token, which is
-// not known yet, lies between.
+// Appends the bans for the token after `generated`. after_unknown: so many of these come after a
+// token that is not known yet and not among them; nullopt: all are known.
 void AppendBans(absl::Span<const std::vector<TokenId>> bad_words,
-                absl::Span<const TokenId> generated, bool newest_unknown,
+                absl::Span<const TokenId> generated, std::optional<size_t> after_unknown,
                 std::vector<TokenId>* banned, std::vector<ConditionalBan>* conditional);
 
 }  // namespace dorad::engine

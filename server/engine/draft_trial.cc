@@ -20,7 +20,19 @@ constexpr int64_t kClearTokens = 128;
 
 }  // namespace
 
+bool DraftTrial::MayGuess() {
+  ++would_guess_;
+  return enough_would_ && rest_left_ == 0;
+}
+
+void DraftTrial::Pass() {
+  would_guess_ = 0;
+  window_ = {};
+}
+
 void DraftTrial::Observe(const Step& step, absl::FunctionRef<std::vector<Progress>()> progress) {
+  enough_would_ = step.others_wait || 2 * would_guess_ >= step.sequences;
+  would_guess_ = 0;
   if (step.sequences <= 0 || step.time <= absl::ZeroDuration()) return;
   Reference* const reference =
       &references_[std::bit_width(static_cast<uint64_t>(step.sequences)) - 1];

@@ -1,7 +1,7 @@
 // Whether guesses from repetitions pay, by trial: how fast sequences advance with guesses and
 // without. No price of a row tells that: a step with guesses has more rows, which cost little or
-// much, and begins only when the one before has ended. Owned by the engine loop; confined to the
-// engine thread.
+// much, and may have to wait for the end of the one before. Owned by the engine loop; confined to
+// the engine thread.
 #pragma once
 
 #include <array>
@@ -22,19 +22,21 @@ class DraftTrial {
   };
   struct Step {
     int64_t sequences = 0;  // running
-    bool guessed = false;   // it had guesses, or the one before, for whose end it waited
+    bool guessed = false;   // it had guesses, or the one before, for whose end it may have waited
     // Requests wait for a place. Then guesses pay if all sequences together gain tokens. Otherwise
-    // three of four sequences have to gain: a batch ends with its slowest ones.
+    // three of four sequences have to gain: a batch ends with its slowest ones. While guesses would
+    // pay for fewer than half of them, none is tried.
     bool others_wait = false;
     absl::Duration time;  // from the end of the step before to its end
   };
 
-  // Whether samples may guess now. Guesses that rest are compared with what comes (DraftPace).
-  bool allows_guesses() const { return rest_left_ == 0; }
-  // After a step. progress: of all running sequences.
+  // Called for each sample whose guesses would pay for their rows: whether it may guess now.
+  // Guesses that rest are compared with what comes (DraftPace).
+  bool MayGuess();
+  // After a step and its samples' calls of MayGuess. progress: of all running sequences.
   void Observe(const Step& step, absl::FunctionRef<std::vector<Progress>()> progress);
   // After a step that tells nothing, as one with a prompt does.
-  void Pass() { window_ = {}; }
+  void Pass();
 
  private:
   // Steps without guesses, of numbers of sequences with the same highest bit.
@@ -59,6 +61,8 @@ class DraftTrial {
 
   std::array<Reference, 64> references_;
   Reference* reference_ = nullptr;  // of the last step
+  int64_t would_guess_ = 0;         // samples, since then
+  bool enough_would_ = false;       // at the last step
   Window window_;
   int64_t rest_left_ = 0;  // steps without guesses
   int64_t next_rest_ = kFirstRest;

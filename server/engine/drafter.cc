@@ -27,11 +27,11 @@ DraftPace::DraftPace(int64_t most, bool trusts) : most_(most) {
 
 int64_t DraftPace::Next(const DraftPrice& price) const {
   // The k-th token is right with probability p to the k. Right, it saves its sequence's part of a
-  // step; it costs a row in any case.
+  // step; it costs a row in any case. If the first is wrong, the row that goes on behind it counts.
   const double p = right_ / (right_ + wrong_);
   const double length = std::min(std::log(price.row) / std::log(p), static_cast<double>(most_));
   const double saved = p * (1 - std::pow(p, length)) / (1 - p);
-  if (saved - price.row * length < price.place) return 0;
+  if (saved - price.row * length < p * price.place) return 0;
   return static_cast<int64_t>(std::min(length, static_cast<double>(longest_)));
 }
 

@@ -14,11 +14,8 @@ namespace dorad::engine {
 // What a guess costs, in the time that its sequence takes of a step.
 struct DraftPrice {
   double row = 0;    // StepCost's share, with a row for each running sequence
-  double place = 0;  // the sequence has none in the step that begins ahead
+  double place = 0;  // after a right token the sequence has none in the step that begins ahead
 };
-
-// Of one that is not made.
-inline constexpr DraftPrice kNoGuess = {1, 1};
 
 // How many tokens the next guess of a source has: as many as are likely enough to pay for their
 // rows. While guesses do not pay, they are compared with what comes, which costs no row.

@@ -228,17 +228,16 @@ void EngineLoop::FinishStep() {
     }
     if (!has_prompt) cost_.Observe(rows, step.time);
     const DraftPrice price = cost_.PriceOfDraft(scheduler_.running());
-    Request::StepEnd end = {rules_, step.now, metrics_, price, price};
+    const Request::StepEnd end = {rules_, step.now, metrics_, price, &trial_};
     for (size_t i = 0; i < step.chunks.size(); ++i) {
       Chunk& chunk = step.chunks[i];
       chunk.sequence->request->CutDraft(&chunk, &(*step.outputs)[i], end);
     }
-    if (!trial_.allows_guesses()) end.ngram_price = kNoGuess;
     ReportGenerated(step);
     for (size_t i = 0; i < step.chunks.size(); ++i) {
       Deliver(step.chunks[i], std::move((*step.outputs)[i]), end);
     }
-    // From end to end: a step with drafts does not begin ahead. More is a time without a step.
+    // From end to end: a step may wait for drafts. More is a time without a step.
     constexpr int kMostGap = 4;
     const absl::Duration time = Between(last_step_end_, step.now);
     if (has_prompt || time > kMostGap * step.time) {
@@ -282,7 +281,7 @@ void EngineLoop::ReportGenerated(const StepPipeline::Finished& step) const {
   std::map<std::string_view, int64_t> tokens;  // by tenant
   for (size_t i = 0; i < step.chunks.size(); ++i) {
     const Sequence& sequence = *step.chunks[i].sequence;
-    if (sequence.state == Sequence::State::kEnded) continue;
+    if (sequence.state == Sequence::State::kEnded || !step.chunks[i].samples) continue;
     const std::vector<TokenId>& sampled = (*step.outputs)[i].tokens;
     const bool finite = !sampled.empty() && sampled.back() != StepOutput::kNotFinite;
     const int64_t count = static_cast<int64_t>(sampled.size()) - (finite ? 0 : 1);
@@ -312,8 +311,9 @@ void EngineLoop::Deliver(const Chunk& chunk, StepOutput output, const Request::S
       }
     }
     const int64_t scored = sequence->scored;
+    if (scheduler_.Verified(chunk)) pipeline_.Drop(*sequence);
     const bool ended = request->Accept(chunk, std::move(output), step);
-    scheduler_.Computed(chunk);  // a draft's right tokens are the sequence's own now
+    scheduler_.Computed(chunk);
     if (ended) scheduler_.Remove(sequence);
     metrics_->GeneratedTokens(sequence->generated() - generated);
     if (request->score) metrics_->ScoredTokens(sequence->scored - scored);

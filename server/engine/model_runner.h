@@ -39,7 +39,7 @@ struct TokenUse {
   uint32_t count = 0;  // kGenerated for each occurrence, kInPrompt once
 };
 
-// `token` is banned if the sequence's last token is `after`.
+// `token` is banned if the token that StepSequence::follows leaves open is `after`.
 struct ConditionalBan {
   TokenId after = 0;
   TokenId token = 0;
@@ -52,7 +52,7 @@ struct SampleWant {
   // Absolute position of the token to sample: the key of its draw with seed and sample_index.
   int64_t position = 0;
   absl::Span<const TokenId> banned;  // see ops::SampleSpec
-  // The rest of the bans where StepSequence::follows leaves the last token open.
+  // The rest of the bans where StepSequence::follows leaves a token open.
   absl::Span<const ConditionalBan> conditional_bans;
   const LogitParams* logits = nullptr;  // nullptr: the logits stay as they are
   // With penalties: all distinct tokens so far, without the one that `follows` leaves open.
@@ -71,9 +71,10 @@ struct ScoreWant {
 // The rows of one sequence in a step, at least one, or another sequence's last row. Spans and
 // pointers are valid for the call of Begin; the adapter until the step has finished.
 struct StepSequence {
+  static constexpr TokenId kUnknown = -1;
   absl::Span<const TokenId> tokens;  // below Image::kNoToken: an image's
-  // >= 0: the one token is the one sample of the sequence with this index in the last step, which
-  // has not finished; tokens[0] is unused.
+  // >= 0: the first token is the first sample of the sequence with this index in the last step,
+  // which has not finished; tokens[0] is kUnknown.
   int32_t follows = -1;
   // >= 0: there are no tokens. The sequence samples from the last row of the sequence with this
   // index in the step, whose tokens end as its own do, under the same version.

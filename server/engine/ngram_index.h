@@ -16,9 +16,12 @@ class NgramIndex {
   // Tokens that must be equal.
   static constexpr int64_t kTokens = 3;
 
-  // texts: of all samples, prompt included; borrowed.
-  explicit NgramIndex(std::vector<const std::vector<TokenId>*> texts)
-      : texts_(std::move(texts)), added_(texts_.size()) {}
+  // texts: of all samples, borrowed; they begin with the same `prompt` tokens, which the first one
+  // adds for all.
+  NgramIndex(std::vector<const std::vector<TokenId>*> texts, int64_t prompt)
+      : texts_(std::move(texts)), added_(texts_.size(), prompt) {
+    added_.front() = 0;
+  }
 
   // Adds the new tokens of a text, which has only grown since its last call.
   void Add(size_t text);
@@ -33,7 +36,7 @@ class NgramIndex {
   };
   const std::vector<const std::vector<TokenId>*> texts_;
   absl::flat_hash_map<uint64_t, Place> places_;  // by the tokens' hash
-  std::vector<int64_t> added_;                   // tokens of each text
+  std::vector<int64_t> added_;                   // of each text: the next place
 };
 
 }  // namespace dorad::engine

@@ -188,7 +188,8 @@ void PrefixSharing::Computed(const Chunk& chunk) {
   Sequence& s = *chunk.sequence;
   // After a preemption the pages are free.
   if (s.state != Sequence::State::kRunning || !s.use_prefix_cache) return;
-  if (chunk.count > 0) s.landed = chunk.end();
+  // A row behind a draft lands after the draft's.
+  if (chunk.count > 0) s.landed = std::max(s.landed, chunk.end());
   // Pages of several versions are no prefix of another sequence.
   const int64_t end = std::min(chunk.end(), s.same_adapter_until(0));
   const int64_t last = (s.prompt_tokens - 1) / kKvPageTokens;  // the page that others copy

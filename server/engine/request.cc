@@ -180,7 +180,7 @@ void Request::MakeSequences(const StopRules& rules, bool prefix_cache) {
     if (generate->ngram_drafts) {
       std::vector<const std::vector<TokenId>*> texts;
       for (const auto& sequence : sequences) texts.push_back(&sequence->tokens);
-      ngrams_.emplace(std::move(texts));
+      ngrams_.emplace(std::move(texts), prompt_tokens);
     }
     if (generate->logprobs.prompt) {
       sequences.front()->to_score = prompt_tokens - 1;

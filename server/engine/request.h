@@ -13,6 +13,7 @@
 
 #include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
+#include "server/engine/draft_trial.h"
 #include "server/engine/drafter.h"
 #include "server/engine/model_runner.h"
 #include "server/engine/ngram_index.h"
@@ -86,7 +87,7 @@ struct Request {
     Instant now;
     Metrics* metrics = nullptr;
     DraftPrice price;
-    DraftPrice ngram_price;
+    DraftTrial* trial = nullptr;  // of n-grams
   };
   // Cuts a chunk with a draft, and its output, after the first token that differs from the draft or
   // ends the sample.

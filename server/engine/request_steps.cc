@@ -35,7 +35,7 @@ Request::Want Request::WantOf(const Chunk& chunk) const {
   return want;
 }
 
-// A draft goes on from the last known token: all rows of its chunk are of generated tokens.
+// A draft goes on from the last token: all rows of its chunk are of generated tokens.
 void Request::AppendDraftWants(const Chunk& chunk, Want* to) const {
   const Sequence& sequence = *chunk.sequence;
   std::vector<TokenId> generated(sequence.tokens.begin() + sequence.prompt_tokens,
@@ -47,7 +47,9 @@ void Request::AppendDraftWants(const Chunk& chunk, Want* to) const {
     if (generate->logits.has_penalties()) uses.AddGenerated(token);
     AppendSampleWant(chunk, uses, generated, to);
   }
-  to->tokens.assign(generated.end() - chunk.count, generated.end());
+  const int64_t known = chunk.count - (chunk.follows >= 0 ? 1 : 0);
+  to->tokens.assign(chunk.count - known, StepSequence::kUnknown);
+  to->tokens.insert(to->tokens.end(), generated.end() - known, generated.end());
 }
 
 void Request::AppendSampleWant(const Chunk& chunk, const TokenUses& uses,
@@ -56,6 +58,8 @@ void Request::AppendSampleWant(const Chunk& chunk, const TokenUses& uses,
   sample.sampling = generate->sampling;
   sample.sample_index = static_cast<uint32_t>(chunk.sequence->index);
   const auto row = static_cast<int64_t>(to->samples.size()) - 1;
+  std::optional<size_t> after_unknown;
+  if (chunk.follows >= 0) after_unknown = row;
   sample.position = chunk.end() - static_cast<int64_t>(chunk.draft.size()) + row;
   sample.logprobs = &generate->logprobs;
   if (sample.position - chunk.sequence->prompt_tokens < generate->stop.min_tokens) {
@@ -65,7 +69,7 @@ void Request::AppendSampleWant(const Chunk& chunk, const TokenUses& uses,
   if (!logits.bad_words.empty()) {
     std::vector<TokenId>& banned =
         to->banned.emplace_back(sample.banned.begin(), sample.banned.end());
-    AppendBans(logits.bad_words, generated, /*newest_unknown=*/chunk.follows >= 0, &banned,
+    AppendBans(logits.bad_words, generated, after_unknown, &banned,
                &to->conditional_bans.emplace_back());
     sample.banned = banned;
     sample.conditional_bans = to->conditional_bans.back();
@@ -206,10 +210,12 @@ void Request::Draft(const Chunk& chunk, int64_t tokens, const StepEnd& step) {
   const int64_t most = is_plain ? kLongestDraft : kLongestDraftWithLogitParams;
   sample.answer_pace.Came(generated.last(tokens));
   sample.ngram_pace.Came(generated.last(tokens));
-  // The source's guess, as a draft if it pays.
-  const auto guess = [&](DraftPace& pace, const DraftPrice& price, auto next) {
-    const int64_t length = std::min(most, pace.Next(price));
-    const auto guessed = next(length > 0 ? length : pace.NextToCompare());
+  // The source's guess, as a draft if it pays: after the token that the step in flight brings.
+  const int64_t coming = sequence.sampling - 1;
+  const auto guess = [&](DraftPace& pace, DraftTrial* trial, auto next) {
+    int64_t length = std::min(most, pace.Next(step.price));
+    if (length > 0 && trial != nullptr && !trial->MayGuess()) length = 0;
+    const auto guessed = next(length > 0 ? coming + length : pace.NextToCompare());
     if (length > 0) {
       sequence.draft.assign(guessed.begin(), guessed.end());
     } else if (!guessed.empty()) {
@@ -218,14 +224,14 @@ void Request::Draft(const Chunk& chunk, int64_t tokens, const StepEnd& step) {
   };
   sequence.draft.clear();
   if (!sample.answer.empty()) {
-    guess(sample.answer_pace, step.price,
+    guess(sample.answer_pace, /*trial=*/nullptr,
           [&](int64_t n) { return sample.answer.Next(generated, n); });
   }
   sample.is_ngram = false;
   if (!ngrams_) return;
   ngrams_->Add(static_cast<size_t>(sequence.index));
   if (!sequence.draft.empty()) return;
-  guess(sample.ngram_pace, step.ngram_price, [&](int64_t n) {
+  guess(sample.ngram_pace, step.trial, [&](int64_t n) {
     return n > 0 ? ngrams_->Next(static_cast<size_t>(sequence.index), n) : std::vector<TokenId>();
   });
   sample.is_ngram = !sequence.draft.empty();

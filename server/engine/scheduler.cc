@@ -87,10 +87,17 @@ bool Scheduler::Take(Sequence* sequence, SequenceLine* line) {
 }
 
 bool Scheduler::CanContinue(Sequence* sequence) const {
-  // A draft goes on from a token that is known.
-  const bool awaits_token = sequence->sampling > 0 && HasDraft(*sequence);
-  return !awaits_token && sequence->state == Sequence::State::kRunning && !sequence->frozen &&
+  return sequence->state == Sequence::State::kRunning && !sequence->frozen &&
          (!options_.may_run || options_.may_run(sequence));
+}
+
+absl::Span<const TokenId> Scheduler::DraftOf(const Sequence& sequence) const {
+  // The state of a recurrence after a wrong token has no way back. Behind a draft a sequence goes
+  // on as if there were none: its row is needed only if the draft is wrong.
+  const bool may = options_.state_pages == 0 && sequence.generated() > 0 && !sequence.verifies;
+  return may ? absl::MakeConstSpan(sequence.draft)
+                   .subspan(std::min<size_t>(sequence.sampling, sequence.draft.size()))
+             : absl::Span<const TokenId>();
 }
 
 std::vector<Chunk> Scheduler::Schedule() {
@@ -104,7 +111,7 @@ std::vector<Chunk> Scheduler::Schedule() {
   std::vector<Sequence*> with_drafts;
   for (Sequence* s : candidates) {
     if (s->pending() != 1 || !CanContinue(s)) continue;
-    if (HasDraft(*s)) {
+    if (!DraftOf(*s).empty()) {
       with_drafts.push_back(s);
     } else {
       Continue(s, &plan);
@@ -122,7 +129,7 @@ std::vector<Chunk> Scheduler::Schedule() {
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
     Chunk& chunk = plan.chunks[i];
     Sequence& s = *chunk.sequence;
-    s.computed = chunk.end();
+    s.computed = chunk.end() - static_cast<int64_t>(chunk.draft.size());
     s.planned = 0;
     chunk.state_from = std::exchange(s.recurrent_from, {});
     if (options_.state_pages > 0 && s.caches_state_at(chunk.end())) {
@@ -130,6 +137,7 @@ std::vector<Chunk> Scheduler::Schedule() {
     }
     if (!chunk.copy_from.empty()) s.copy_from.clear();  // the chunk holds them now
     s.sampling += chunk.samples ? 1 : 0;
+    s.verifies = s.verifies || !chunk.draft.empty();
     verifying_ += chunk.draft.empty() ? 0 : 1;
     s.chunk_index = static_cast<int32_t>(i);
     ++s.in_flight;
@@ -155,7 +163,8 @@ void Scheduler::ContinueDrafts(std::vector<Sequence*> sequences, Plan* plan) {
 
 void Scheduler::AddDraft(Chunk* chunk, Plan* plan) {
   Sequence& s = *chunk->sequence;
-  int64_t count = std::min<int64_t>(s.draft.size(), plan->budget);
+  const absl::Span<const TokenId> draft = DraftOf(s);
+  int64_t count = std::min(static_cast<int64_t>(draft.size()), plan->budget);
   // No row for the last possible token.
   count = std::min(count, s.most_tokens - 1 - chunk->end());
   const int64_t end = chunk->end() + count;
@@ -164,17 +173,23 @@ void Scheduler::AddDraft(Chunk* chunk, Plan* plan) {
       pages_->available() >= Missing(s, end) + reserve() && AllocatePages(&s, end);
   if (!has_pages) count = std::min(count, CoveredEnd(s) - chunk->end());
   if (count <= 0) return;
-  chunk->draft.assign(s.draft.begin(), s.draft.begin() + count);
+  chunk->draft.assign(draft.begin(), draft.begin() + count);
   chunk->count += count;
   plan->budget -= count;
   s.share->served += count;
 }
 
-void Scheduler::Computed(const Chunk& chunk) {
+bool Scheduler::Verified(const Chunk& chunk) {
   Sequence& s = *chunk.sequence;
-  if (!chunk.draft.empty() && s.state == Sequence::State::kRunning) s.computed = chunk.end();
-  sharing_.Computed(chunk);
+  const bool is_right = !chunk.draft.empty() && chunk.count > 1;
+  if (!is_right) return false;
+  if (s.state == Sequence::State::kRunning) s.computed = chunk.end();
+  if (s.in_flight == 1) return false;
+  --s.sampling;
+  return true;
 }
+
+void Scheduler::Computed(const Chunk& chunk) { sharing_.Computed(chunk); }
 
 void Scheduler::AdmitWaiting(Plan* plan) {
   const int64_t max_running = options_.max_running;
@@ -301,7 +316,10 @@ void Scheduler::Landed(const Chunk& chunk) {
   --s.in_flight;
   sharing_.Landed(chunk);
   s.sampling -= chunk.samples ? 1 : 0;
-  verifying_ -= chunk.draft.empty() ? 0 : 1;
+  if (!chunk.draft.empty()) {
+    s.verifies = false;
+    --verifying_;
+  }
   if (s.state == Sequence::State::kWaiting && s.in_flight == 0) s.DropPins();
 }
 

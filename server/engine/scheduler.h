@@ -52,6 +52,10 @@ class Scheduler {
   // preempt. Empty when no sequence can run before a step finishes. REQUIRES: at most one step is
   // in flight.
   std::vector<Chunk> Schedule();
+  // A chunk with a draft has been computed and cut to its right part; its sequence has not ended.
+  // Returns whether the row behind it, in the step in flight, is superfluous: the draft has brought
+  // that row's token, and the row must not sample.
+  bool Verified(const Chunk& chunk);
   // The chunk's keys and values are in its pages: registers full pages. Of a draft, the chunk has
   // the right part only.
   void Computed(const Chunk& chunk);
@@ -63,9 +67,9 @@ class Scheduler {
   const SequenceLine& running_sequences() const { return running_; }
   int64_t frozen() const { return frozen_running_ + frozen_waiting_; }
   uint64_t preemptions() const { return preemptions_; }
-  // Whether the next step should wait for the one in flight: many sequences verify a draft there
-  // and could not be in it.
-  bool awaits_drafts() const { return 4 * verifying_ >= running() - frozen_running_ && verifying_; }
+  // Whether the next step should wait for the one in flight: half of the sequences verify a draft
+  // there, and could have no more than one row in it.
+  bool awaits_drafts() const { return 2 * verifying_ >= running() - frozen_running_ && verifying_; }
   // Pages that the next steps of the running sequences may need: of each a block.
   int64_t reserve() const { return running() * pages_->groups(); }
   // Pages that the last Schedule lacked for the next sequence.
@@ -80,10 +84,8 @@ class Scheduler {
   };
 
   bool CanContinue(Sequence* sequence) const;
-  // The state of a recurrence after a wrong token has no way back.
-  bool HasDraft(const Sequence& sequence) const {
-    return options_.state_pages == 0 && sequence.generated() > 0 && !sequence.draft.empty();
-  }
+  // The sequence's draft after the tokens that the step in flight brings.
+  absl::Span<const TokenId> DraftOf(const Sequence& sequence) const;
   // Sequences with drafts take turns when a step has not the rows for all: a long draft for a few
   // costs less than a token or two for each, because a step reads the keys and values of each once.
   void ContinueDrafts(std::vector<Sequence*> sequences, Plan* plan);

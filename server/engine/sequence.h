@@ -45,7 +45,7 @@ struct Sequence {
   // On the weights of all kv_spans, while it runs or has rows in flight.
   std::vector<adapter::WeightsPin> pins;
   bool has_pins = false;
-  // A guess at the tokens after the known ones: verified beside the next one if a step has room.
+  // A guess at the tokens after the known ones: verified beside the next row if a step has room.
   std::vector<TokenId> draft;
   // Of the prompt, or nullptr; and what is held of each: while its rows are not landed.
   std::shared_ptr<const PromptImages> images;
@@ -55,7 +55,8 @@ struct Sequence {
   // Over the steps in flight:
   int32_t chunk_index = 0;  // of its chunk in the step that began last with it
   int in_flight = 0;        // chunks of this sequence
-  int64_t sampling = 0;     // tokens that they will bring
+  int64_t sampling = 0;     // tokens that they will bring, without those of a draft
+  bool verifies = false;    // one of them has a draft
 
   std::vector<TokenId> tokens;  // prompt (an image's key in each of its places), then generated
   int64_t prompt_tokens = 0;
@@ -63,7 +64,8 @@ struct Sequence {
   // Leading rows whose log-probabilities are wanted: of a score, or of a generation's prompt.
   int64_t to_score = 0;
   int64_t scored = 0;  // of them, those with results
-  // Positions with keys and values in pages once all steps in flight have finished.
+  // Positions with keys and values in pages once all steps in flight have finished; those of a
+  // draft do not count until it has been verified.
   int64_t computed = 0;
   // Of them, those before the last row of its own that has landed: with a copied page's.
   int64_t landed = 0;
@@ -173,7 +175,8 @@ struct Chunk {
   // The tokens of the last rows, of those counted: a guess. These rows and the one before them
   // sample; a row counts if the tokens sampled before it are those of the guess.
   std::vector<TokenId> draft;
-  // >= 0: the one token is not known yet; the chunk of this index in the last step samples it.
+  // >= 0: the first token is not known yet; it is the first that the chunk of this index in the
+  // last step samples. If that chunk's draft is right, this one has become superfluous.
   int32_t follows = -1;
 
   int64_t end() const { return position + count; }

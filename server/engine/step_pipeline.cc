@@ -12,17 +12,16 @@ namespace {
 
 // The rows point into `wants`.
 StepSequence RowsOf(const Chunk& chunk, std::vector<Request::Want>* wants) {
-  static constexpr TokenId kUnknown = -1;
   const Sequence& s = *chunk.sequence;
   wants->push_back(s.request->WantOf(chunk));
   const Request::Want& want = wants->back();
   StepSequence rows;
-  if (chunk.follows >= 0) {
-    rows.tokens = absl::MakeConstSpan(&kUnknown, 1);
-  } else if (chunk.draft.empty()) {
-    rows.tokens = absl::MakeConstSpan(s.tokens).subspan(chunk.position, chunk.count);
-  } else {
+  if (!chunk.draft.empty()) {
     rows.tokens = want.tokens;
+  } else if (chunk.follows >= 0) {
+    rows.tokens = absl::MakeConstSpan(&StepSequence::kUnknown, 1);
+  } else {
+    rows.tokens = absl::MakeConstSpan(s.tokens).subspan(chunk.position, chunk.count);
   }
   rows.follows = chunk.follows;
   rows.position = chunk.position;
@@ -94,6 +93,12 @@ StepPipeline::Finished StepPipeline::Finish() {
   }
   finished.chunks = std::move(step.chunks);
   return finished;
+}
+
+void StepPipeline::Drop(const Sequence& sequence) {
+  Chunk& chunk = in_flight_.back().chunks[sequence.chunk_index];
+  DORAD_CHECK(chunk.sequence == &sequence);
+  chunk.samples = false;
 }
 
 void StepPipeline::Record(const std::vector<Chunk>& chunks, absl::Duration time) {

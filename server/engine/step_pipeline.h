@@ -47,6 +47,8 @@ class StepPipeline {
   };
   // The oldest step. REQUIRES: !empty().
   Finished Finish();
+  // The sequence's chunk in the step that began last samples nothing any more.
+  void Drop(const Sequence& sequence);
 
  private:
   struct StepInFlight {

@@ -182,7 +182,9 @@ absl::Status Sampler::Begin(const engine::StepBatch& batch,
   step.sampled.index.assign(sequences.size(), -1);
   Specs specs;
   for (const WantedRow& wanted : batch.samples) {
-    step.sampled.index[wanted.sequence] = static_cast<int32_t>(step.rows.size());
+    if (wanted.want == 0) {
+      step.sampled.index[wanted.sequence] = static_cast<int32_t>(step.rows.size());
+    }
     const StepSequence& sequence = sequences[wanted.sequence];
     const int32_t newest = sequence.follows < 0 ? -1 : sampled().index[sequence.follows];
     step.rows.push_back(specs.Add(sequence.samples[wanted.want], newest));

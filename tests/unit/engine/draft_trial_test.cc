@@ -38,7 +38,7 @@ struct Server {
       sample.tokens += 1;
       const bool is_guessing =
           static_cast<int64_t>(sample.sequence % batch.sequences) < batch.guessing;
-      if (!trial.allows_guesses() || !is_guessing || sample.tokens < batch.from_token) continue;
+      if (!is_guessing || sample.tokens < batch.from_token || !trial.MayGuess()) continue;
       guesses = true;
       sample.tokens += std::poisson_distribution<int64_t>(batch.right)(random);
     }
@@ -112,6 +112,18 @@ TEST(DraftTrialTest, ABatchDoesNotWaitLongerForTheSlowestOfItBecauseOthersGain) 
   EXPECT_LT(Worst(batch), 1.03) << "half of the samples end early";
 }
 
+TEST(DraftTrialTest, AFewOfABatchGuessOnlyWhereOthersWait) {
+  for (const bool others_wait : {false, true}) {
+    Server server;
+    Batch batch = {.sequences = 64, .guessing = 25, .right = 2, .slower = 1.2};
+    batch.others_wait = others_wait;
+    // Until the few have ended.
+    for (int64_t i = 0; i < batch.sequences; ++i) server.running.push_back({server.next_id++, 0});
+    for (int i = 0; i < 100; ++i) server.Step(batch);
+    EXPECT_EQ(server.guessed_steps > 0, others_wait);
+  }
+}
+
 TEST(DraftTrialTest, WhereOthersWaitTheTokensOfAllCount) {
   Server server;
   server.Time({.sequences = 8, .guessing = 0});
@@ -123,14 +135,18 @@ TEST(DraftTrialTest, WhereOthersWaitTheTokensOfAllCount) {
 TEST(DraftTrialTest, TokensOfStepsWithPromptsAreNotTakenForGains) {
   DraftTrial trial;
   std::vector<DraftTrial::Progress> running = {{1, 0}, {2, 0}, {3, 0}, {4, 0}};
+  bool may_guess = true;
   const auto step = [&](bool guesses) {
-    for (DraftTrial::Progress& sample : running) sample.tokens += 1;
+    for (DraftTrial::Progress& sample : running) {
+      sample.tokens += 1;
+      may_guess = trial.MayGuess();
+    }
     trial.Observe({4, guesses, false, absl::Milliseconds(guesses ? 1.2 : 1.0)},
                   [&] { return running; });
   };
   for (int i = 0; i < 20; ++i) step(/*guesses=*/false);
   int steps = 0;
-  for (; steps < 100 && trial.allows_guesses(); ++steps) {
+  for (; steps < 100 && may_guess; ++steps) {
     step(/*guesses=*/true);
     if (steps != 4) continue;
     for (DraftTrial::Progress& sample : running) sample.tokens += 100;

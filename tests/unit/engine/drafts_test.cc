@@ -172,6 +172,82 @@ TEST_F(DraftsTest, LongDraftsTakeTurnsWhereRowsAreFew) {
   EXPECT_LT(*std::min_element(sequences.begin() + rows.size() / 2, sequences.end()), 8);
 }
 
+// Twelve samples, of which the first has a draft. Steps begin ahead.
+class DraftBesideOthersTest : public EngineTest {
+ protected:
+  static constexpr int kSamples = 12;
+  static constexpr int64_t kTokens = 100;
+
+  void Run(GenerateInput input, absl::Span<const TokenId> draft) {
+    EngineOptions options = DefaultOptions();
+    options.on_generated = [this](const std::string& /*tenant*/, int64_t tokens) {
+      reported_ += tokens;
+    };
+    Start(options, 400);
+    runner_->on_begin = [this](absl::Span<const StepSequence> step) {
+      for (const StepSequence& s : step) {
+        rows_ += static_cast<int64_t>(s.tokens.size());
+        following_drafts_ += s.follows >= 0 && s.tokens.size() > 1 ? 1 : 0;
+      }
+      return absl::OkStatus();
+    };
+    rows_ = following_drafts_ = reported_ = 0;
+    input.n = kSamples;
+    if (!draft.empty()) input.drafts = {{draft.begin(), draft.end()}};
+    outcome_ = Wait(*Submit(std::move(input)));
+    EXPECT_TRUE(outcome_.status.ok());
+    EXPECT_EQ(reported_, kSamples * kTokens);
+    steps_ = engine_->stats().steps;
+    ExpectEverythingBack();
+  }
+  std::vector<TokenId> Tokens(int sample) { return outcome_.samples.at(sample).tokens; }
+  GenerateInput Request(const LogitParams& logits = {}) {
+    GenerateInput input = Input(Prompt(20), kTokens);
+    input.sampling.temperature = 1;
+    input.logits = logits;
+    return input;
+  }
+
+  Outcome outcome_;
+  uint64_t steps_ = 0;
+  int64_t rows_ = 0, following_drafts_ = 0, reported_ = 0;
+};
+
+TEST_F(DraftBesideOthersTest, AWrongDraftCostsRowsAndNoStep) {
+  Run(Request(), {});
+  const uint64_t steps = steps_;
+  const int64_t rows = rows_;
+  const std::vector<TokenId> tokens = Tokens(0);
+  std::vector<TokenId> draft(kTokens, 5);
+  draft[0] = tokens[0];
+  Run(Request(), draft);
+  EXPECT_EQ(Tokens(0), tokens);
+  EXPECT_EQ(steps_, steps);
+  EXPECT_GT(rows_, rows);
+}
+
+TEST_F(DraftBesideOthersTest, ADraftFollowsATokenThatIsNotKnownYet) {
+  for (const bool penalties : {false, true}) {
+    Run(Request(), {});
+    std::vector<TokenId> tokens = Tokens(0);
+    // Of two and three tokens: the unknown one is the last, or lies before the last guessed one.
+    LogitParams logits;
+    for (int place = 4; place < 90; place += 9) {
+      logits.bad_words.push_back({tokens[place], tokens[place + 1]});
+      logits.bad_words.push_back({tokens[place + 4], tokens[place + 5], tokens[place + 6]});
+    }
+    if (penalties) logits.presence_penalty = 0.5f;
+    Run(Request(logits), {});
+    tokens = Tokens(0);
+    const std::vector<TokenId> other = Tokens(7);
+    Run(Request(logits), tokens);
+    EXPECT_EQ(Tokens(0), tokens);
+    EXPECT_EQ(Tokens(7), other);
+    EXPECT_GT(following_drafts_, 0);
+    EXPECT_GT(outcome_.samples.at(0).finish.usage.drafts.accepted, 80u);
+  }
+}
+
 TEST_F(DraftsTest, ARecurrenceTakesNone) {
   Start(DefaultOptions(), 200, 2, 0, /*state_pages=*/2);
   EXPECT_GE(StepsOf(Drafted(50, {})), 50);

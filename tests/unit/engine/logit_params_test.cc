@@ -19,7 +19,7 @@ TEST(BadWordsTest, TheLastTokenIsBannedAfterTheOthers) {
   const std::vector<std::vector<TokenId>> words = {{9}, {1, 2}, {5, 1, 3}, {1, 1, 4}, {2, 6}};
   std::vector<TokenId> banned;
   std::vector<ConditionalBan> conditional;
-  AppendBans(words, {5, 1}, /*newest_unknown=*/false, &banned, &conditional);
+  AppendBans(words, {5, 1}, /*after_unknown=*/std::nullopt, &banned, &conditional);
   EXPECT_THAT(banned, ElementsAre(9, 2, 3));
   EXPECT_THAT(conditional, IsEmpty());
 }
@@ -28,18 +28,30 @@ TEST(BadWordsTest, AnUnknownTokenMakesBansConditional) {
   const std::vector<std::vector<TokenId>> words = {{9}, {1, 2}, {5, 1, 3}, {1, 1, 4}, {7, 5, 1, 8}};
   std::vector<TokenId> banned;
   std::vector<ConditionalBan> conditional;
-  AppendBans(words, {5}, /*newest_unknown=*/true, &banned, &conditional);
+  AppendBans(words, {5}, /*after_unknown=*/0, &banned, &conditional);
   EXPECT_THAT(banned, ElementsAre(9));
   EXPECT_THAT(Pairs(conditional), ElementsAre(std::pair(1, 2), std::pair(1, 3)));
+}
+
+TEST(BadWordsTest, AnUnknownTokenMayLieBeforeGuessedOnes) {
+  const std::vector<std::vector<TokenId>> words = {
+      {9},          {4, 2},           {3, 4, 5},        {6, 4, 7},
+      {5, 6, 4, 8}, {1, 5, 6, 4, 10}, {1, 5, 3, 4, 11}, {5, 3, 12}};
+  std::vector<TokenId> banned;
+  std::vector<ConditionalBan> conditional;
+  AppendBans(words, {1, 5, 4}, /*after_unknown=*/1, &banned, &conditional);
+  EXPECT_THAT(banned, ElementsAre(9, 2));
+  EXPECT_THAT(Pairs(conditional), ElementsAre(std::pair(3, 5), std::pair(6, 7), std::pair(6, 8),
+                                              std::pair(6, 10), std::pair(3, 11)));
 }
 
 TEST(BadWordsTest, AWordIsNotLongerThanTheText) {
   const std::vector<std::vector<TokenId>> words = {{1, 2}, {1, 1, 3}};
   std::vector<TokenId> banned;
   std::vector<ConditionalBan> conditional;
-  AppendBans(words, {}, /*newest_unknown=*/false, &banned, &conditional);
+  AppendBans(words, {}, /*after_unknown=*/std::nullopt, &banned, &conditional);
   EXPECT_THAT(banned, IsEmpty());
-  AppendBans(words, {}, /*newest_unknown=*/true, &banned, &conditional);
+  AppendBans(words, {}, /*after_unknown=*/0, &banned, &conditional);
   EXPECT_THAT(Pairs(conditional), ElementsAre(std::pair(1, 2)));
 }
 

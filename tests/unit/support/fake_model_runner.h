@@ -128,7 +128,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     std::vector<StepOutput> outputs(step.size());
     for (size_t i = 0; i < step.size(); ++i) {
       Rows& rows = step[i];
-      if (rows.follows >= 0) rows.tokens = {previous_.at(rows.follows)};
+      if (rows.follows >= 0) rows.tokens[0] = previous_.at(rows.follows);
       RunRows(rows, &outputs[i]);
     }
     for (size_t i = 0; i < step.size(); ++i) {
@@ -138,7 +138,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     }
     previous_.clear();
     for (const StepOutput& output : outputs)
-      previous_.push_back(output.tokens.empty() ? -1 : output.tokens.back());
+      previous_.push_back(output.tokens.empty() ? -1 : output.tokens.front());
     if (on_step) {
       if (absl::Status status = on_step(); !status.ok()) return status;
     }
@@ -332,10 +332,10 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     }
   }
 
-  // last: the row's token.
-  static bool IsBanned(const Sample& s, TokenId last, TokenId token) {
+  // followed: the token that was not known.
+  static bool IsBanned(const Sample& s, TokenId followed, TokenId token) {
     const auto applies = [&](const ConditionalBan& ban) {
-      return ban.token == token && ban.after == last;
+      return ban.token == token && ban.after == followed;
     };
     return std::find(s.banned.begin(), s.banned.end(), token) != s.banned.end() ||
            std::any_of(s.conditional_bans.begin(), s.conditional_bans.end(), applies);
@@ -378,6 +378,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
   // rows: those of the sequence, or of the one whose last row it samples from.
   void SampleRows(const Rows& s, const Rows& rows, StepOutput* output) {
     const size_t first = rows.tokens.size() - s.samples.size();
+    const TokenId followed = rows.tokens.front();
     for (size_t i = 0; i < s.samples.size(); ++i) {
       const Sample& sample = s.samples[i];
       const int64_t position = rows.position + static_cast<int64_t>(first + i);
@@ -386,7 +387,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
       TokenId token = FakeNext(hash, sample.want.sampling, sample.want.sample_index);
       const TokenId last = rows.tokens[first + i];
       if (cycle > 0) token = (last + 1) % cycle;
-      while (IsBanned(sample, last, token)) token = (token + 1) % kFakeVocab;
+      while (IsBanned(sample, followed, token)) token = (token + 1) % kFakeVocab;
       const auto begin = rows.tokens.begin();
       const bool poisoned = std::count(begin, begin + first + i + 1, poison) > 0;
       output->tokens.push_back(poisoned ? StepOutput::kNotFinite : token);
