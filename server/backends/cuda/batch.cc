@@ -125,11 +125,10 @@ void WriteRotary(const engine::PromptImages* images, int64_t position, int64_t c
 
 bool SharesReads(const StepBatch& batch, absl::Span<const StepSequence> sequences, int64_t groups,
                  int64_t least_positions) {
-  constexpr int64_t kMostRows = 16;  // of a sequence: more are computed in tiles
   int64_t positions = 0;
   for (const StepSequence& s : sequences) {
     const auto rows = static_cast<int64_t>(s.tokens.size());
-    if (rows <= kMostRows) positions += rows * (s.position + 1);
+    if (rows <= kMostRowsApart) positions += rows * (s.position + 1);
   }
   if (positions < least_positions) return false;
   int64_t common = 0;
@@ -137,7 +136,7 @@ bool SharesReads(const StepBatch& batch, absl::Span<const StepSequence> sequence
   for (const size_t index : batch.order) {
     const StepSequence& s = sequences[index];
     const auto rows = static_cast<int64_t>(s.tokens.size());
-    if (rows == 0 || rows > kMostRows) continue;
+    if (rows == 0 || rows > kMostRowsApart) continue;
     common += (rows - 1) * s.position;
     if (last != nullptr) {
       const auto [end, other_end] =

@@ -56,6 +56,9 @@ absl::StatusOr<std::vector<AdapterRange>> ToRanges(
     absl::Span<const engine::StepBatch::AdapterRows> rows, AdapterSlots* slots,
     const Stream& stream);
 
+// Rows of a sequence that attention computes one by one: more are computed in tiles.
+inline constexpr int64_t kMostRowsApart = 16;
+
 // Whether attention should read pages once that neighbouring rows have in common: these rows see so
 // many positions together, and an eighth of them more than once. groups: of layers.
 bool SharesReads(const engine::StepBatch& batch, absl::Span<const engine::StepSequence> sequences,
@@ -92,10 +95,10 @@ inline constexpr int kStepsInFlight = 2;
 // The sampled tokens of the last step.
 struct SampledTokens {
   const int32_t* tokens = nullptr;  // device
-  std::vector<int32_t> index;       // of each sequence's token, in the caller's order of that step
+  std::vector<int32_t> index;  // of each sequence's first token, in the caller's order of that step
 };
 
-// The placeholder for the token of a sequence of one row until kernels::FeedTokens has run: the
+// The placeholder for the first token of a sequence until kernels::FeedTokens has run: the
 // token itself where it is known.
 inline int32_t FedToken(const engine::StepSequence& sequence, const SampledTokens& previous) {
   return sequence.follows < 0 ? sequence.tokens[0] : -1 - previous.index[sequence.follows];

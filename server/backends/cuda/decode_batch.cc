@@ -1,6 +1,7 @@
 #include "server/backends/cuda/decode_batch.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "kernels/decoder/feed.h"
 #include "server/platform/check.h"
@@ -42,11 +43,16 @@ absl::StatusOr<DecodeBatch> DecodeBatch::Create(AdapterSlots* slots, int64_t blo
 }
 
 bool DecodeBatch::Takes(absl::Span<const engine::StepSequence> sequences) {
-  return sequences.size() <= kMaxRows &&
-         std::all_of(sequences.begin(), sequences.end(), [](const engine::StepSequence& s) {
-           const bool is_image = s.follows < 0 && !s.tokens.empty() && s.tokens[0] < 0;
-           return !s.samples.empty() && s.tokens.size() == 1 && !is_image;
-         });
+  int64_t rows = 0;
+  for (const engine::StepSequence& s : sequences) {
+    const auto count = static_cast<int64_t>(s.tokens.size());
+    const bool is_image = s.follows < 0 && count > 0 && s.tokens[0] < 0;
+    if (count == 0 || count > kMostRowsApart || s.samples.size() != s.tokens.size() || is_image) {
+      return false;
+    }
+    rows += count;
+  }
+  return rows <= kMaxRows;
 }
 
 int DecodeBatch::SizeFor(int64_t rows) {
@@ -61,7 +67,6 @@ absl::Status DecodeBatch::Fill(const Stream& stream) {
 absl::Status DecodeBatch::Upload(const engine::StepBatch& batch,
                                  absl::Span<const engine::StepSequence> sequences,
                                  const SampledTokens& previous, const Stream& stream) {
-  DORAD_CHECK(batch.rows == static_cast<int64_t>(sequences.size()));
   return UploadPadded(batch, sequences, SizeFor(batch.rows), previous, stream);
 }
 
@@ -74,37 +79,44 @@ absl::Status DecodeBatch::UploadPadded(const engine::StepBatch& batch,
   const int64_t rows = batch.rows;
   bool feed = false;
   int32_t page = 0;
-  int32_t* pages = host.as<int32_t>(pages_at_);
-  for (int64_t row = 0; row < size; ++row) {
-    host.as<int32_t>(owners_at_)[row] = static_cast<int32_t>(row);
-    int32_t* const begin = host.as<int32_t>(page_begin_at_) + row;
-    int32_t *state = nullptr, *state_from = nullptr;
-    if (has_states()) {
-      host.as<int32_t>(row_begin_at_)[row] = static_cast<int32_t>(row);
-      state = host.as<int32_t>(state_at_) + row;
-      state_from = host.as<int32_t>(state_from_at_) + row;
-    }
-    if (row < rows) {
-      const engine::StepSequence& s = sequences[batch.order[row]];
-      host.as<int32_t>(ids_at_)[row] = FedToken(s, previous);
-      feed = feed || s.follows >= 0;
-      host.as<int32_t>(positions_at_)[row] = static_cast<int32_t>(s.position);
-      if (kinds_.rotary) {
-        WriteRotary(s.images, s.position, 1, host.as<int32_t>(rotary_at_) + 3 * row);
-      }
-      WritePages(s, kinds_, pages, &page, begin, kMaxRows, state, state_from);
-    } else {
-      host.as<int32_t>(ids_at_)[row] = 0;
-      host.as<int32_t>(positions_at_)[row] = 0;
-      if (kinds_.rotary) WriteRotary(nullptr, 0, 1, host.as<int32_t>(rotary_at_) + 3 * row);
-      if (has_states()) *state = *state_from = -1;
-      for (size_t group = 0; group < kinds_.windows.size(); ++group) {
-        begin[group * kMaxRows] = page;
-      }
-      pages[page] = kinds_.kv.Place(0);  // one for all padded rows
+  int32_t* const pages = host.as<int32_t>(pages_at_);
+  int32_t* const ids = host.as<int32_t>(ids_at_);
+  int32_t* const positions = host.as<int32_t>(positions_at_);
+  int32_t* const owners = host.as<int32_t>(owners_at_);
+  int32_t* const rotary = host.as<int32_t>(rotary_at_);
+  int32_t* const page_begin = host.as<int32_t>(page_begin_at_);
+  int32_t *row_begin = nullptr, *state = nullptr, *state_from = nullptr;
+  if (has_states()) {
+    row_begin = host.as<int32_t>(row_begin_at_);
+    state = host.as<int32_t>(state_at_);
+    state_from = host.as<int32_t>(state_from_at_);
+    std::iota(row_begin, row_begin + size + 1, 0);
+  }
+  for (size_t i = 0; i < batch.order.size(); ++i) {
+    const engine::StepSequence& s = sequences[batch.order[i]];
+    const int64_t row = batch.row_begin[i];
+    const auto count = static_cast<int64_t>(s.tokens.size());
+    std::copy(s.tokens.begin(), s.tokens.end(), ids + row);
+    ids[row] = FedToken(s, previous);
+    feed = feed || s.follows >= 0;
+    std::iota(positions + row, positions + row + count, static_cast<int32_t>(s.position));
+    // The rows of a sequence share its list of pages.
+    std::fill_n(owners + row, count, static_cast<int32_t>(row));
+    if (kinds_.rotary) WriteRotary(s.images, s.position, count, rotary + 3 * row);
+    WritePages(s, kinds_, pages, &page, page_begin + row, kMaxRows,
+               has_states() ? state + row : nullptr, has_states() ? state_from + row : nullptr);
+  }
+  for (int64_t row = rows; row < size; ++row) {
+    ids[row] = 0;
+    positions[row] = 0;
+    owners[row] = static_cast<int32_t>(row);
+    if (kinds_.rotary) WriteRotary(nullptr, 0, 1, rotary + 3 * row);
+    if (has_states()) state[row] = state_from[row] = -1;
+    for (size_t group = 0; group < kinds_.windows.size(); ++group) {
+      page_begin[row + static_cast<int64_t>(group) * kMaxRows] = page;
     }
   }
-  if (has_states()) host.as<int32_t>(row_begin_at_)[size] = static_cast<int32_t>(size);
+  pages[page] = kinds_.kv.Place(0);  // one for all padded rows
   slots_->BeginStep();
   DORAD_ASSIGN_OR_RETURN(const std::vector<AdapterRange> ranges,
                          ToRanges(batch.adapters, slots_, stream));

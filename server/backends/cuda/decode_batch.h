@@ -1,6 +1,7 @@
-// The rows of a step in which every sequence decodes one token, at fixed addresses for captured
-// graphs. A batch is padded to one of a few sizes; padded rows compute on a page of their own.
-// Owned by the runner and reused for every step. Confined to the engine thread.
+// The rows of a step in which every sequence decodes, at fixed addresses for captured graphs: one
+// row each, or a few with guesses. A batch is padded to one of a few sizes; padded rows compute on
+// a page of their own. Owned by the runner and reused for every step. Confined to the engine
+// thread.
 #pragma once
 
 #include <array>
@@ -26,7 +27,8 @@ class DecodeBatch {
   static absl::StatusOr<DecodeBatch> Create(AdapterSlots* slots, int64_t blocks_per_sequence,
                                             const RowKinds& kinds, MemoryLedger* ledger);
 
-  // Whether every sequence decodes one token of text, in a batch that is small enough.
+  // Whether every row samples a token of text, few of each sequence, in a batch that is small
+  // enough.
   static bool Takes(absl::Span<const engine::StepSequence> sequences);
   // The smallest of kSizes that is at least `rows`.
   static int SizeFor(int64_t rows);

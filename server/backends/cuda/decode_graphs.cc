@@ -10,13 +10,13 @@ namespace {
 
 constexpr char kCapture[] = "capturing decode graphs";
 
-absl::StatusOr<cudaGraphExec_t> CaptureOne(const Stream& stream, int size, bool adapted,
+absl::StatusOr<cudaGraphExec_t> CaptureOne(const Stream& stream, const DecodeGraphs::Kind& kind,
                                            DecodeGraphs::LaunchStep launch) {
-  DORAD_RETURN_IF_ERROR(launch(size, adapted));
+  DORAD_RETURN_IF_ERROR(launch(kind));
   DORAD_RETURN_IF_ERROR(stream.Synchronize(kCapture));
   DORAD_RETURN_IF_CUDA_ERROR(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal),
                              kCapture);
-  const absl::Status launched = launch(size, adapted);
+  const absl::Status launched = launch(kind);
   cudaGraph_t graph = nullptr;
   const cudaError_t ended = cudaStreamEndCapture(stream.get(), &graph);
   DORAD_RETURN_IF_ERROR(launched);
@@ -30,13 +30,15 @@ absl::StatusOr<cudaGraphExec_t> CaptureOne(const Stream& stream, int size, bool 
 
 }  // namespace
 
-absl::StatusOr<DecodeGraphs> DecodeGraphs::Capture(const Stream& stream, LaunchStep launch,
+absl::StatusOr<DecodeGraphs> DecodeGraphs::Capture(const Stream& stream, bool with_guesses,
+                                                   LaunchStep launch,
                                                    absl::FunctionRef<absl::Status()> captured) {
   DecodeGraphs graphs;
   for (auto size = DecodeBatch::kSizes.rbegin(); size != DecodeBatch::kSizes.rend(); ++size) {
-    for (const bool adapted : {true, false}) {
-      DORAD_ASSIGN_OR_RETURN((graphs.graphs_[{*size, adapted}]),
-                             CaptureOne(stream, *size, adapted, launch));
+    for (const Kind& kind : {Kind{*size, true, true}, Kind{*size, true, false},
+                             Kind{*size, false, true}, Kind{*size, false, false}}) {
+      if (kind.guesses && !with_guesses) continue;
+      DORAD_ASSIGN_OR_RETURN(graphs.graphs_[kind], CaptureOne(stream, kind, launch));
       DORAD_RETURN_IF_ERROR(captured());
     }
   }
@@ -49,8 +51,8 @@ DecodeGraphs::~DecodeGraphs() {
   }
 }
 
-absl::Status DecodeGraphs::Launch(int size, bool adapted, const Stream& stream) const {
-  return ToStatus(cudaGraphLaunch(graphs_.at({size, adapted}), stream.get()), "the step");
+absl::Status DecodeGraphs::Launch(const Kind& kind, const Stream& stream) const {
+  return ToStatus(cudaGraphLaunch(graphs_.at(kind), stream.get()), "the step");
 }
 
 }  // namespace dorad::cuda

@@ -76,10 +76,11 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
     DORAD_RETURN_IF_ERROR(untold->Look());
     // Valid input for the captures' first passes.
     DORAD_RETURN_IF_ERROR(decode_->Fill(stream_));
-    const auto launch = [this](int size, bool adapted) { return LaunchDecode(size, adapted); };
-    DORAD_ASSIGN_OR_RETURN(DecodeGraphs graphs, DecodeGraphs::Capture(stream_, launch, [untold] {
-                             return untold->Look();
-                           }));
+    const auto launch = [this](const DecodeGraphs::Kind& kind) { return LaunchDecode(kind); };
+    const bool with_guesses = kinds_.state_pages == 0;  // a recurrence takes none
+    DORAD_ASSIGN_OR_RETURN(
+        DecodeGraphs graphs,
+        DecodeGraphs::Capture(stream_, with_guesses, launch, [untold] { return untold->Look(); }));
     graphs_.emplace(std::move(graphs));
     return absl::OkStatus();
   }
@@ -167,15 +168,20 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
     // Steps with so much to read that sharing pays hide their launches.
     if (graphs_.has_value() && !form.shares && DecodeBatch::Takes(sequences)) {
       DORAD_RETURN_IF_ERROR(decode_->Upload(batch, sequences, previous, stream_));
-      DORAD_RETURN_IF_ERROR(
-          graphs_->Launch(DecodeBatch::SizeFor(batch.rows), IsAdapted(batch.adapters), stream_));
+      const bool guesses = batch.rows > static_cast<int64_t>(sequences.size());
+      DORAD_RETURN_IF_ERROR(graphs_->Launch(
+          {DecodeBatch::SizeFor(batch.rows), IsAdapted(batch.adapters), guesses}, stream_));
       DORAD_RETURN_IF_ERROR(sampler_->Sample(batch.rows, decode_logits_));
       return sampler_->End();
     }
     DORAD_RETURN_IF_ERROR(batch_.Upload(batch, sequences, stream_, previous));
-    form.single_rows = batch_.images().empty() &&
-                       std::all_of(sequences.begin(), sequences.end(),
-                                   [](const StepSequence& s) { return s.tokens.size() <= 1; });
+    const auto have_at_most = [&sequences](int64_t rows) {
+      return std::all_of(sequences.begin(), sequences.end(), [rows](const StepSequence& s) {
+        return static_cast<int64_t>(s.tokens.size()) <= rows;
+      });
+    };
+    form.single_rows = batch_.images().empty() && have_at_most(1);
+    form.tiles = !have_at_most(kMostRowsApart);
     DORAD_RETURN_IF_ERROR(decoder_->Forward(batch_.rows(), batch_.linear(), batch_.images(), form));
     for (const LogitsBlock& block : batch_.samples()) {
       DORAD_ASSIGN_OR_RETURN(const float* logits, decoder_->Logits(block));
@@ -200,12 +206,13 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
     return absl::OkStatus();
   }
 
-  // A decode step of `size` rows over the fixed buffers.
-  absl::Status LaunchDecode(int size, bool adapted) {
-    const LinearRows linear = decode_->linear(size, adapted);
+  // A decode step over the fixed buffers.
+  absl::Status LaunchDecode(const DecodeGraphs::Kind& kind) {
+    const LinearRows linear = decode_->linear(kind.size, kind.adapted);
     StepForm form;
-    form.single_rows = true;
-    DORAD_RETURN_IF_ERROR(decoder_->Forward(decode_->rows(size), linear, /*images=*/{}, form));
+    form.single_rows = !kind.guesses;
+    form.tiles = false;
+    DORAD_RETURN_IF_ERROR(decoder_->Forward(decode_->rows(kind.size), linear, /*images=*/{}, form));
     DORAD_ASSIGN_OR_RETURN(decode_logits_, decoder_->Logits({{}, nullptr, linear}));
     return absl::OkStatus();
   }

@@ -37,10 +37,31 @@ TEST_F(DecodeBatchTest, TakesStepsInWhichEverySequenceDecodesOneToken) {
   EXPECT_FALSE(DecodeBatch::Takes(sequences));
 }
 
+TEST_F(DecodeBatchTest, TakesAFewGuessesOfASequence) {
+  const std::vector<engine::TokenId> tokens(kMostRowsApart + 1, 5);
+  const std::vector<engine::SampleWant> samples(tokens.size());
+  std::vector<StepSequence> sequences(16, Decoding());
+  const auto set_rows = [&](size_t sequence, size_t rows) {
+    sequences[sequence].tokens = absl::MakeConstSpan(tokens).first(rows);
+    sequences[sequence].samples = absl::MakeConstSpan(samples).first(rows);
+  };
+  set_rows(0, kMostRowsApart);
+  EXPECT_TRUE(DecodeBatch::Takes(sequences));
+  set_rows(1, kMostRowsApart + 1);
+  EXPECT_FALSE(DecodeBatch::Takes(sequences));
+  for (size_t i = 0; i < 16; ++i) set_rows(i, 16);
+  EXPECT_TRUE(DecodeBatch::Takes(sequences));
+  sequences.push_back(Decoding());
+  EXPECT_FALSE(DecodeBatch::Takes(sequences)) << "257 rows";
+}
+
 TEST_F(DecodeBatchTest, LeavesPrefillAndScoresToOtherBatches) {
   std::vector<StepSequence> sequences = {Decoding(), Decoding()};
   sequences[1].tokens = tokens_;
   EXPECT_FALSE(DecodeBatch::Takes(sequences));
+  sequences[1] = Decoding();
+  sequences[1].tokens = {};
+  EXPECT_FALSE(DecodeBatch::Takes(sequences)) << "it samples from another one's row";
   sequences[1] = Decoding();
   sequences[1].samples = {};
   sequences[1].score = &score_;

@@ -168,11 +168,7 @@ class CudaModelRunnerTest : public kernels::KernelTest, public testing::WithPara
         line.begun += static_cast<int64_t>(s.tokens.size());
         line.want.position = line.begun;
         // The device adds the token that a row follows.
-        line.uses.clear();
-        for (const engine::TokenId token : std::set(line.tokens.begin(), line.tokens.end())) {
-          const auto count = std::count(line.tokens.begin(), line.tokens.end(), token);
-          line.uses.push_back({token, static_cast<uint32_t>(count) * engine::TokenUse::kGenerated});
-        }
+        line.uses = UsesOf(line.tokens);
         line.want.logits = &penalised_;
         line.want.uses = line.uses;
         if (forgets_) ForgetBehind(s.position, &line);
@@ -189,6 +185,15 @@ class CudaModelRunnerTest : public kernels::KernelTest, public testing::WithPara
     }
     while (!in_flight.empty()) finish();
     return {lines.begin(), lines.end()};
+  }
+
+  static std::vector<engine::TokenUse> UsesOf(const std::vector<TokenId>& tokens) {
+    std::vector<engine::TokenUse> uses;
+    for (const TokenId token : std::set(tokens.begin(), tokens.end())) {
+      const auto count = std::count(tokens.begin(), tokens.end(), token);
+      uses.push_back({token, static_cast<uint32_t>(count) * engine::TokenUse::kGenerated});
+    }
+    return uses;
   }
 
   // As the engine does: the pages that no row sees any more are others' now.
@@ -279,6 +284,78 @@ TEST_P(CudaModelRunnerTest, StepsInFlightGiveTheSameBitsAsOneAtATime) {
     EXPECT_EQ(one[i].tokens, two[i].tokens) << i;
     EXPECT_EQ(one[i].logprobs, two[i].logprobs) << i;
     EXPECT_EQ(one[i].tokens.size(), Lines()[i].tokens.size() + 40 - one[i].first_step);
+  }
+}
+
+// A guess follows a token that is not known yet, and another row follows its first one: the prompt,
+// then its token with two guesses (one right), then the next token by itself. Of a graph, or beside
+// a prompt.
+TEST_P(CudaModelRunnerTest, GuessesMayFollowAndBeFollowed) {
+  if (StatePages() > 0) return;  // there is no way back from a guess
+  const std::vector<Line> expected = Generate(20, 0);
+  const std::deque<Line> all = Lines();
+  const std::vector<Line> lines(all.begin(), all.begin() + 4);  // which begin together
+  for (const bool beside_prompt : {false, true}) {
+    // What the steps point to.
+    std::deque<std::vector<engine::TokenUse>> uses;
+    std::deque<std::vector<engine::SampleWant>> wants;
+    std::deque<std::vector<TokenId>> rows;
+    // The last rows of a line sample; `before`: its tokens before the first of them, if known.
+    const auto sequence = [&](const Line& line, int64_t position, int32_t follows,
+                              std::vector<TokenId> tokens, size_t sampled,
+                              std::vector<TokenId> before) {
+      StepSequence s;
+      s.position = position;
+      s.follows = follows;
+      std::vector<engine::SampleWant>& samples = wants.emplace_back();
+      for (size_t row = tokens.size() - sampled; row < tokens.size(); ++row) {
+        if (follows >= 0 && row > 0) before.push_back(tokens[row]);
+        engine::SampleWant want = line.want;
+        want.position = position + static_cast<int64_t>(row) + 1;
+        want.logits = &penalised_;
+        want.uses = uses.emplace_back(UsesOf(before));
+        samples.push_back(want);
+      }
+      s.samples = samples;
+      s.tokens = rows.emplace_back(std::move(tokens));
+      s.pages = line.pages;
+      s.adapter = line.adapter;
+      return s;
+    };
+    std::vector<StepSequence> steps[3];
+    for (size_t i = 0; i < lines.size(); ++i) {
+      const Line& line = lines[i];
+      const auto index = static_cast<int32_t>(i);
+      const auto known = static_cast<int64_t>(line.tokens.size());
+      const TokenId* const next = expected[i].tokens.data() + known;
+      std::vector<TokenId> with_first = line.tokens;
+      with_first.push_back(next[0]);
+      const TokenId wrong = (next[2] + 1) % 1000;
+      constexpr TokenId kOpen = StepSequence::kUnknown;
+      steps[0].push_back(sequence(line, 0, -1, line.tokens, 1, line.tokens));
+      steps[1].push_back(sequence(line, known, index, {kOpen, next[1], wrong}, 3, line.tokens));
+      steps[2].push_back(sequence(line, known + 1, index, {kOpen}, 1, with_first));
+    }
+    if (beside_prompt) steps[1].push_back(sequence(all[5], 0, -1, all[5].tokens, 0, {}));
+    auto runner = Must(MakeCudaModelRunner(model_.get(), {kv_pages_, 128, 256, 8}, &ledger_));
+    ASSERT_TRUE(runner->Begin(steps[0]).ok());
+    ASSERT_TRUE(runner->Begin(steps[1]).ok());
+    (void)Must(runner->Finish());
+    ASSERT_TRUE(runner->Begin(steps[2]).ok());
+    const std::vector<StepOutput> guessed = Must(runner->Finish());
+    const std::vector<StepOutput> followed = Must(runner->Finish());
+    for (size_t i = 0; i < lines.size(); ++i) {
+      const size_t known = lines[i].tokens.size();
+      const TokenId* const next = expected[i].tokens.data() + known;
+      ASSERT_EQ(guessed[i].tokens.size(), 3u);
+      EXPECT_EQ(guessed[i].tokens[0], next[1]);
+      EXPECT_EQ(guessed[i].tokens[1], next[2]) << "the first guess was right";
+      EXPECT_EQ(followed[i].tokens, std::vector{next[2]}) << "as if there were no guess";
+      const size_t values = expected[i].logprobs.size() / (expected[i].tokens.size() - known);
+      EXPECT_EQ(guessed[i].logprobs.logprobs[0], expected[i].logprobs[values]);
+      EXPECT_EQ(guessed[i].logprobs.logprobs[1], expected[i].logprobs[2 * values]);
+      EXPECT_EQ(followed[i].logprobs.logprobs[0], expected[i].logprobs[2 * values]);
+    }
   }
 }
 
