@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <numeric>
+#include <utility>
 
 namespace dorad::engine {
 namespace {
@@ -12,101 +13,126 @@ constexpr int64_t kMostGuessedSince = 256;
 constexpr int64_t kMostRest = 128;
 constexpr int64_t kMostWindow = 64;
 constexpr int64_t kLeastTokens = 24;  // of a window
-// Guesses that gain less are as good as none.
-constexpr double kLeastGain = 1.01;
 // A shorter window shows a loss as large as this, in so many tokens.
 constexpr double kClearLoss = 0.95;
 constexpr int64_t kClearTokens = 128;
+// Tokens a step of three of four sequences: no step with guesses takes so many times as long.
+constexpr int64_t kClearGain = 4;
 
 }  // namespace
 
-bool DraftTrial::MayGuess() {
-  ++would_guess_;
-  return enough_would_ && rest_left_ == 0;
+bool DraftTrial::MayGuess(DraftSource source) {
+  Trial& trial = TrialOf(source);
+  ++trial.would_guess;
+  return (trial.enough || !RuleOf(source).of_half) && trial.rest_left == 0;
 }
 
 void DraftTrial::Pass() {
-  would_guess_ = 0;
-  window_ = {};
+  for (Trial& trial : trials_) {
+    trial.would_guess = 0;
+    trial.window = {};
+  }
 }
 
 void DraftTrial::Observe(const Step& step, absl::FunctionRef<std::vector<Progress>()> progress) {
-  enough_would_ = step.others_wait || 2 * would_guess_ >= step.sequences;
-  would_guess_ = 0;
+  for (Trial& trial : trials_) {
+    trial.enough = step.others_wait || 2 * std::exchange(trial.would_guess, 0) >= step.sequences;
+  }
   if (step.sequences <= 0 || step.time <= absl::ZeroDuration()) return;
   Reference* const reference =
       &references_[std::bit_width(static_cast<uint64_t>(step.sequences)) - 1];
   if (reference != reference_) {  // the time is that of both
     reference_ = reference;
-    window_ = {};
+    for (Trial& trial : trials_) trial.window = {};
     return;
   }
   const double seconds = absl::ToDoubleSeconds(step.time);
-  if (!step.guessed) {
+  const bool guessed = std::ranges::count(step.guessed, true) > 0;
+  if (guessed) {
+    ++reference->guessed_since;
+  } else {
     constexpr double kKept = 0.95;
     ++reference->steps;
     reference->weight = kKept * reference->weight + 1;
     reference->weighted_seconds = kKept * reference->weighted_seconds + seconds;
     reference->guessed_since = 0;
   }
-  if (rest_left_ > 0) {
-    --rest_left_;
-    window_ = {};
-    return;
+  for (const DraftSource source : kSources) {
+    Trial& trial = TrialOf(source);
+    const bool has_guesses = step.guessed[static_cast<size_t>(source)];
+    if (trial.rest_left > 0) {
+      --trial.rest_left;
+      trial.window = {};
+    } else if (guessed && !has_guesses) {
+      trial.window = {};
+    } else {
+      if (!trial.window.begin.empty()) trial.window.seconds += seconds;
+      if (has_guesses) Judge(source, step.others_wait, progress);
+    }
   }
-  if (!window_.begin.empty()) window_.seconds += seconds;
-  if (!step.guessed) return;
-  if (reference->steps < kReferenceSteps || reference->guessed_since >= kMostGuessedSince) {
-    *reference = {};
-    rest_left_ = kReferenceSteps + 1;  // the next step has guesses still
-    return;
-  }
-  ++reference->guessed_since;
-  if (window_.begin.empty()) {
-    window_.begin = progress();
-    std::sort(window_.begin.begin(), window_.begin.end(),
-              [](const Progress& a, const Progress& b) { return a.sequence < b.sequence; });
-    return;
-  }
-  ++window_.guessed;
-  Decide(step.others_wait, progress());
 }
 
-std::vector<double> DraftTrial::Gains(std::vector<Progress> now, int64_t* tokens) const {
-  const double steps = window_.seconds / reference_->seconds();  // without guesses
-  std::vector<double> gains;
+void DraftTrial::MakeReference() {
+  *reference_ = {};
+  for (Trial& trial : trials_) trial.rest_left = kReferenceSteps + 1;  // the next step has guesses
+}
+
+std::vector<int64_t> DraftTrial::Gains(const Window& window, std::vector<Progress> now,
+                                       int64_t* tokens) {
+  std::vector<int64_t> gains;
   for (const Progress& p : now) {
     const auto before = std::lower_bound(
-        window_.begin.begin(), window_.begin.end(), p.sequence,
+        window.begin.begin(), window.begin.end(), p.sequence,
         [](const Progress& a, uint64_t sequence) { return a.sequence < sequence; });
-    if (before == window_.begin.end() || before->sequence != p.sequence) continue;
-    *tokens += p.tokens - before->tokens;
-    gains.push_back(static_cast<double>(p.tokens - before->tokens) / steps);
+    if (before == window.begin.end() || before->sequence != p.sequence) continue;
+    gains.push_back(p.tokens - before->tokens);
   }
+  *tokens = std::accumulate(gains.begin(), gains.end(), int64_t{0});
   std::sort(gains.begin(), gains.end());
   return gains;
 }
 
-void DraftTrial::Decide(bool others_wait, std::vector<Progress> now) {
-  int64_t tokens = 0;
-  const std::vector<double> gains = Gains(std::move(now), &tokens);
-  if (gains.empty()) {
-    window_ = {};
+void DraftTrial::Judge(DraftSource source, bool others_wait,
+                       absl::FunctionRef<std::vector<Progress>()> progress) {
+  Trial& trial = TrialOf(source);
+  const Rule rule = RuleOf(source);
+  const bool has_reference =
+      reference_->steps >= kReferenceSteps && reference_->guessed_since <= kMostGuessedSince;
+  if (!has_reference && !rule.trusted) return MakeReference();
+  if (trial.window.begin.empty()) {
+    trial.window.begin = progress();
+    std::ranges::sort(trial.window.begin, {}, &Progress::sequence);
     return;
   }
-  const double mean =
-      std::accumulate(gains.begin(), gains.end(), 0.0) / static_cast<double>(gains.size());
-  const bool is_whole = window_.guessed >= window_steps_ && tokens >= kLeastTokens;
-  const double gain = others_wait ? mean : gains[gains.size() / 4];
-  if ((is_whole && gain < kLeastGain) || (mean < kClearLoss && tokens >= kClearTokens)) {
-    rest_left_ = next_rest_;
-    next_rest_ = std::min(2 * next_rest_, kMostRest);
-    window_steps_ = kFirstWindow;
-    window_ = {};
+  ++trial.window.guessed;
+  int64_t tokens = 0;
+  const std::vector<int64_t> gains = Gains(trial.window, progress(), &tokens);
+  if (gains.empty()) {
+    trial.window = {};
+    return;
+  }
+  const auto count = static_cast<double>(gains.size());
+  const double mean = static_cast<double>(tokens) / count;
+  const double counted = others_wait ? mean : static_cast<double>(gains[gains.size() / 4]);
+  const bool is_whole = trial.window.guessed >= trial.window_steps && tokens >= kLeastTokens;
+  const bool is_clear =
+      rule.trusted && counted >= static_cast<double>(kClearGain * trial.window.guessed);
+  if (!has_reference && !is_clear && !others_wait) {
+    if (is_whole) MakeReference();
+    return;
+  }
+  // Without guesses.
+  const double steps = has_reference ? trial.window.seconds / reference_->seconds() : 0;
+  if ((is_whole && counted < rule.least_gain * steps) ||
+      (mean < kClearLoss * steps && tokens >= kClearTokens)) {
+    trial.rest_left = trial.next_rest;
+    trial.next_rest = std::min(2 * trial.next_rest, kMostRest);
+    trial.window_steps = kFirstWindow;
+    trial.window = {};
   } else if (is_whole) {
-    next_rest_ = kFirstRest;
-    window_steps_ = std::min(2 * window_steps_, kMostWindow);
-    window_ = {};
+    trial.next_rest = kFirstRest;
+    trial.window_steps = std::min(2 * trial.window_steps, kMostWindow);
+    trial.window = {};
   }
 }
 

@@ -1,7 +1,6 @@
-// Whether guesses from repetitions pay, by trial: how fast sequences advance with guesses and
-// without. No price of a row tells that: a step with guesses has more rows, which cost little or
-// much, and may have to wait for the end of the one before. Owned by the engine loop; confined to
-// the engine thread.
+// Whether guesses pay, by trial: how fast sequences advance with guesses and without. No price of a
+// row tells that: a step with guesses has more rows, which cost little or much, and may have to
+// wait for the end of the one before. Owned by the engine loop; confined to the engine thread.
 #pragma once
 
 #include <array>
@@ -10,11 +9,16 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/time/time.h"
+#include "server/platform/metrics/metrics.h"
 
 namespace dorad::engine {
 
 class DraftTrial {
  public:
+  static constexpr std::array kSources = {DraftSource::kAnswer, DraftSource::kNgram};
+  template <typename T>
+  using BySource = std::array<T, kSources.size()>;
+
   // Of a running sequence.
   struct Progress {
     uint64_t sequence = 0;
@@ -22,17 +26,17 @@ class DraftTrial {
   };
   struct Step {
     int64_t sequences = 0;  // running
-    bool guessed = false;   // it had guesses, or the one before, for whose end it may have waited
-    // Requests wait for a place. Then guesses pay if all sequences together gain tokens. Otherwise
-    // three of four sequences have to gain: a batch ends with its slowest ones. While guesses would
-    // pay for fewer than half of them, none is tried.
+    // It had guesses of the source, or the one before, for whose end it may have waited.
+    BySource<bool> guessed = {};
+    // Requests wait for a place, or sequences for rows of their guesses. Then the tokens of all
+    // sequences count. Otherwise three of four have to gain: a batch ends with its slowest ones.
     bool others_wait = false;
     absl::Duration time;  // from the end of the step before to its end
   };
 
   // Called for each sample whose guesses would pay for their rows: whether it may guess now.
   // Guesses that rest are compared with what comes (DraftPace).
-  bool MayGuess();
+  bool MayGuess(DraftSource source);
   // After a step and its samples' calls of MayGuess. progress: of all running sequences.
   void Observe(const Step& step, absl::FunctionRef<std::vector<Progress>()> progress);
   // After a step that tells nothing, as one with a prompt does.
@@ -54,19 +58,41 @@ class DraftTrial {
   };
   static constexpr int64_t kFirstRest = 16;
   static constexpr int64_t kFirstWindow = 8;
+  struct Trial {
+    Window window;
+    int64_t rest_left = 0;  // steps without guesses
+    int64_t next_rest = kFirstRest;
+    int64_t window_steps = kFirstWindow;
+    int64_t would_guess = 0;  // samples, since the last step
+    bool enough = false;      // as many as half of the sequences would then, or others waited
+  };
+  struct Rule {
+    // Guesses that gain less rest.
+    double least_gain = 1;
+    // None is tried while guesses would pay for fewer than half of the sequences, unless others
+    // wait.
+    bool of_half = false;
+    // A clear gain, or one of all where others wait, needs no reference.
+    bool trusted = false;
+  };
+  static constexpr Rule RuleOf(DraftSource source) {
+    // The caller has asked for its drafts: they rest if they slow the others down.
+    if (source == DraftSource::kAnswer) return {.least_gain = 0.97, .trusted = true};
+    return {.least_gain = 1.01, .of_half = true};
+  }
 
-  // What sequences gained, each as a ratio: ascending. And the tokens of all.
-  std::vector<double> Gains(std::vector<Progress> now, int64_t* tokens) const;
-  void Decide(bool others_wait, std::vector<Progress> now);
+  Trial& TrialOf(DraftSource source) { return trials_[static_cast<size_t>(source)]; }
+  // Judges a step with guesses of the source.
+  void Judge(DraftSource source, bool others_wait,
+             absl::FunctionRef<std::vector<Progress>()> progress);
+  // What sequences gained in the window, in tokens: ascending. And the tokens of all.
+  static std::vector<int64_t> Gains(const Window& window, std::vector<Progress> now,
+                                    int64_t* tokens);
+  void MakeReference();
 
   std::array<Reference, 64> references_;
   Reference* reference_ = nullptr;  // of the last step
-  int64_t would_guess_ = 0;         // samples, since then
-  bool enough_would_ = false;       // at the last step
-  Window window_;
-  int64_t rest_left_ = 0;  // steps without guesses
-  int64_t next_rest_ = kFirstRest;
-  int64_t window_steps_ = kFirstWindow;
+  BySource<Trial> trials_;
 };
 
 }  // namespace dorad::engine

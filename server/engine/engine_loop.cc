@@ -1,6 +1,7 @@
 #include "server/engine/engine_loop.h"
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string_view>
@@ -220,11 +221,12 @@ void EngineLoop::FinishStep() {
     Fail(step.chunks, step.outputs.status());
   } else {
     int64_t rows = 0;
-    bool has_prompt = false, has_drafts = false;
+    bool has_prompt = false;
+    DraftTrial::BySource<bool> has_drafts = {};
     for (const Chunk& chunk : step.chunks) {
       rows += chunk.count;
       has_prompt = has_prompt || chunk.count > 1 + static_cast<int64_t>(chunk.draft.size());
-      has_drafts = has_drafts || !chunk.draft.empty();
+      if (!chunk.draft.empty()) has_drafts[static_cast<size_t>(chunk.draft_source)] = true;
     }
     if (!has_prompt) cost_.Observe(rows, step.time);
     const DraftPrice price = cost_.PriceOfDraft(scheduler_.running());
@@ -243,9 +245,10 @@ void EngineLoop::FinishStep() {
     if (has_prompt || time > kMostGap * step.time) {
       trial_.Pass();
     } else {
-      trial_.Observe(
-          {scheduler_.running(), has_drafts || had_drafts_, scheduler_.waiting() > 0, time},
-          [this] { return Progress(); });
+      DraftTrial::Step tried = {scheduler_.running(), has_drafts, false, time};
+      std::ranges::transform(has_drafts, had_drafts_, tried.guessed.begin(), std::logical_or());
+      tried.others_wait = scheduler_.waiting() > 0 || scheduler_.drafts_wait();
+      trial_.Observe(tried, [this] { return Progress(); });
     }
     last_step_end_ = step.now;
     had_drafts_ = has_drafts;

@@ -134,7 +134,7 @@ class EngineLoop {
   StepCost cost_;
   DraftTrial trial_;
   Instant last_step_end_;
-  bool had_drafts_ = false;  // the last step
+  DraftTrial::BySource<bool> had_drafts_ = {};  // the last step
   DutyCycleLimiter limiter_;
   GpuShareLimits gpu_share_limits_;
   Pauses pauses_;

@@ -87,7 +87,7 @@ struct Request {
     Instant now;
     Metrics* metrics = nullptr;
     DraftPrice price;
-    DraftTrial* trial = nullptr;  // of n-grams
+    DraftTrial* trial = nullptr;
   };
   // Cuts a chunk with a draft, and its output, after the first token that differs from the draft or
   // ends the sample.
@@ -139,7 +139,6 @@ struct Request {
     ExpectedAnswer answer{{}};
     DraftPace answer_pace{kLongestDraft, /*trusts=*/true};
     DraftPace ngram_pace{kLongestNgramDraft, /*trusts=*/false};
-    bool is_ngram = false;  // the sequence's draft is of ngrams_
     Usage::Drafts drafts;
     Instant last_token;
     FinishReason reason = FinishReason::kNone;

@@ -197,11 +197,11 @@ void Request::Draft(const Chunk& chunk, int64_t tokens, const StepEnd& step) {
   if (const auto drafted = static_cast<int64_t>(chunk.draft.size()); drafted > 0) {
     // All of them may be right and followed by a token of the sample's own.
     const int64_t right = std::min(tokens, drafted + 1) - 1;
-    (sample.is_ngram ? sample.ngram_pace : sample.answer_pace).Verified(right, right == drafted);
+    const bool is_answer = chunk.draft_source == DraftSource::kAnswer;
+    (is_answer ? sample.answer_pace : sample.ngram_pace).Verified(right, right == drafted);
     sample.drafts.tokens += static_cast<uint32_t>(drafted);
     sample.drafts.accepted += static_cast<uint32_t>(right);
-    step.metrics->DraftTokens(sample.is_ngram ? DraftSource::kNgram : DraftSource::kAnswer, drafted,
-                              right);
+    step.metrics->DraftTokens(chunk.draft_source, drafted, right);
   }
   const absl::Span<const TokenId> generated =
       absl::MakeConstSpan(sequence.tokens).subspan(sequence.prompt_tokens);
@@ -212,29 +212,28 @@ void Request::Draft(const Chunk& chunk, int64_t tokens, const StepEnd& step) {
   sample.ngram_pace.Came(generated.last(tokens));
   // The source's guess, as a draft if it pays: after the token that the step in flight brings.
   const int64_t coming = sequence.sampling - 1;
-  const auto guess = [&](DraftPace& pace, DraftTrial* trial, auto next) {
+  const auto guess = [&](DraftSource source, DraftPace& pace, auto next) {
     int64_t length = std::min(most, pace.Next(step.price));
-    if (length > 0 && trial != nullptr && !trial->MayGuess()) length = 0;
+    if (length > 0 && !step.trial->MayGuess(source)) length = 0;
     const auto guessed = next(length > 0 ? coming + length : pace.NextToCompare());
     if (length > 0) {
       sequence.draft.assign(guessed.begin(), guessed.end());
+      sequence.draft_source = source;
     } else if (!guessed.empty()) {
       pace.Compare(guessed);
     }
   };
   sequence.draft.clear();
   if (!sample.answer.empty()) {
-    guess(sample.answer_pace, /*trial=*/nullptr,
+    guess(DraftSource::kAnswer, sample.answer_pace,
           [&](int64_t n) { return sample.answer.Next(generated, n); });
   }
-  sample.is_ngram = false;
   if (!ngrams_) return;
   ngrams_->Add(static_cast<size_t>(sequence.index));
   if (!sequence.draft.empty()) return;
-  guess(sample.ngram_pace, step.trial, [&](int64_t n) {
+  guess(DraftSource::kNgram, sample.ngram_pace, [&](int64_t n) {
     return n > 0 ? ngrams_->Next(static_cast<size_t>(sequence.index), n) : std::vector<TokenId>();
   });
-  sample.is_ngram = !sequence.draft.empty();
 }
 
 void Request::PushNonFinite(const Sequence& sequence, const std::string& detail, Instant now,

@@ -91,15 +91,6 @@ bool Scheduler::CanContinue(Sequence* sequence) const {
          (!options_.may_run || options_.may_run(sequence));
 }
 
-absl::Span<const TokenId> Scheduler::DraftOf(const Sequence& sequence) const {
-  // The state of a recurrence after a wrong token has no way back. Behind a draft a sequence goes
-  // on as if there were none: its row is needed only if the draft is wrong.
-  const bool may = options_.state_pages == 0 && sequence.generated() > 0 && !sequence.verifies;
-  return may ? absl::MakeConstSpan(sequence.draft)
-                   .subspan(std::min<size_t>(sequence.sampling, sequence.draft.size()))
-             : absl::Span<const TokenId>();
-}
-
 std::vector<Chunk> Scheduler::Schedule() {
   Plan plan;
   plan.budget = options_.max_step_tokens;
@@ -126,6 +117,7 @@ std::vector<Chunk> Scheduler::Schedule() {
   if (!plan.preempted) AdmitWaiting(&plan);
   plan.budget += reserved;
   ContinueDrafts(std::move(with_drafts), &plan);
+  drafts_wait_ = reserved > 0 && plan.budget == 0;
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
     Chunk& chunk = plan.chunks[i];
     Sequence& s = *chunk.sequence;
@@ -143,50 +135,6 @@ std::vector<Chunk> Scheduler::Schedule() {
     ++s.in_flight;
   }
   return std::move(plan.chunks);
-}
-
-void Scheduler::ContinueDrafts(std::vector<Sequence*> sequences, Plan* plan) {
-  const auto has_waited = [this](const Sequence* s) { return s->arrival > last_drafted_; };
-  std::sort(sequences.begin(), sequences.end(), [&](const Sequence* a, const Sequence* b) {
-    return std::pair(!has_waited(a), a->arrival) < std::pair(!has_waited(b), b->arrival);
-  });
-  for (Sequence* s : sequences) {
-    if (plan->budget == 0) return;
-    if (s->state != Sequence::State::kRunning) continue;  // preempted
-    const size_t chunks = plan->chunks.size();
-    Continue(s, plan);
-    if (plan->chunks.size() <= chunks) continue;
-    AddDraft(&plan->chunks.back(), plan);
-    last_drafted_ = s->arrival;
-  }
-}
-
-void Scheduler::AddDraft(Chunk* chunk, Plan* plan) {
-  Sequence& s = *chunk->sequence;
-  const absl::Span<const TokenId> draft = DraftOf(s);
-  int64_t count = std::min(static_cast<int64_t>(draft.size()), plan->budget);
-  // No row for the last possible token.
-  count = std::min(count, s.most_tokens - 1 - chunk->end());
-  const int64_t end = chunk->end() + count;
-  // One block of every running sequence stays in reserve.
-  const bool has_pages =
-      pages_->available() >= Missing(s, end) + reserve() && AllocatePages(&s, end);
-  if (!has_pages) count = std::min(count, CoveredEnd(s) - chunk->end());
-  if (count <= 0) return;
-  chunk->draft.assign(draft.begin(), draft.begin() + count);
-  chunk->count += count;
-  plan->budget -= count;
-  s.share->served += count;
-}
-
-bool Scheduler::Verified(const Chunk& chunk) {
-  Sequence& s = *chunk.sequence;
-  const bool is_right = !chunk.draft.empty() && chunk.count > 1;
-  if (!is_right) return false;
-  if (s.state == Sequence::State::kRunning) s.computed = chunk.end();
-  if (s.in_flight == 1) return false;
-  --s.sampling;
-  return true;
 }
 
 void Scheduler::Computed(const Chunk& chunk) { sharing_.Computed(chunk); }

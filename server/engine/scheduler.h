@@ -3,7 +3,8 @@
 // (tenant_shares.h), and sequences share what they have in common (prefix_sharing.h). It may
 // schedule a step before the last one has finished: the decodes then follow tokens that are not
 // known yet. Freed pages are reused at once, since steps are computed in order. Pure logic: no
-// torch, no clock, no I/O. Confined to the engine thread.
+// torch, no clock, no I/O. Drafts
+// are in scheduler_drafts.cc. Confined to the engine thread.
 #pragma once
 
 #include <cstdint>
@@ -70,6 +71,8 @@ class Scheduler {
   // Whether the next step should wait for the one in flight: half of the sequences verify a draft
   // there, and could have no more than one row in it.
   bool awaits_drafts() const { return 2 * verifying_ >= running() - frozen_running_ && verifying_; }
+  // Whether the last step had not the rows for all drafts.
+  bool drafts_wait() const { return drafts_wait_; }
   // Pages that the next steps of the running sequences may need: of each a block.
   int64_t reserve() const { return running() * pages_->groups(); }
   // Pages that the last Schedule lacked for the next sequence.
@@ -139,7 +142,8 @@ class Scheduler {
   int64_t frozen_waiting_ = 0;
   uint64_t preemptions_ = 0;
   int64_t shortage_ = 0;
-  int64_t verifying_ = 0;      // chunks with drafts in flight
+  int64_t verifying_ = 0;  // chunks with drafts in flight
+  bool drafts_wait_ = false;
   uint64_t last_drafted_ = 0;  // arrival of the last sequence that had its turn
 };
 

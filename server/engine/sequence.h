@@ -15,6 +15,7 @@
 #include "server/engine/kv_pages.h"
 #include "server/engine/types.h"
 #include "server/platform/check.h"
+#include "server/platform/metrics/metrics.h"
 
 namespace dorad::engine {
 
@@ -47,6 +48,7 @@ struct Sequence {
   bool has_pins = false;
   // A guess at the tokens after the known ones: verified beside the next row if a step has room.
   std::vector<TokenId> draft;
+  DraftSource draft_source = DraftSource::kAnswer;
   // Of the prompt, or nullptr; and what is held of each: while its rows are not landed.
   std::shared_ptr<const PromptImages> images;
   std::vector<std::shared_ptr<const ImageFeatures>> features;
@@ -175,6 +177,7 @@ struct Chunk {
   // The tokens of the last rows, of those counted: a guess. These rows and the one before them
   // sample; a row counts if the tokens sampled before it are those of the guess.
   std::vector<TokenId> draft;
+  DraftSource draft_source = DraftSource::kAnswer;
   // >= 0: the first token is not known yet; it is the first that the chunk of this index in the
   // last step samples. If that chunk's draft is right, this one has become superfluous.
   int32_t follows = -1;

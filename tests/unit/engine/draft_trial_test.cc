@@ -19,6 +19,7 @@ struct Batch {
   double slower = 1;       // a step with guesses, against one without
   int64_t from_token = 0;  // where guesses begin
   bool others_wait = false;
+  DraftSource source = DraftSource::kNgram;
 };
 
 struct Server {
@@ -27,7 +28,7 @@ struct Server {
   std::vector<DraftTrial::Progress> running;
   uint64_t next_id = 0;
   bool guessed_before = false;
-  int64_t guessed_steps = 0;
+  int64_t steps = 0, guessed_steps = 0;
 
   // A step without guesses takes 1 + 1/64 for each sequence. Returns its time.
   double Step(const Batch& batch) {
@@ -38,7 +39,8 @@ struct Server {
       sample.tokens += 1;
       const bool is_guessing =
           static_cast<int64_t>(sample.sequence % batch.sequences) < batch.guessing;
-      if (!is_guessing || sample.tokens < batch.from_token || !trial.MayGuess()) continue;
+      if (!is_guessing || sample.tokens < batch.from_token || !trial.MayGuess(batch.source))
+        continue;
       guesses = true;
       sample.tokens += std::poisson_distribution<int64_t>(batch.right)(random);
     }
@@ -46,9 +48,11 @@ struct Server {
     const double time =
         (1 + static_cast<double>(count) / 64) * (guesses ? batch.slower : 1) * noise;
     std::erase_if(running, [&](const auto& sample) { return sample.tokens >= batch.length; });
-    trial.Observe({static_cast<int64_t>(running.size()), guesses || guessed_before,
-                   batch.others_wait, absl::Milliseconds(time)},
-                  [&] { return running; });
+    DraftTrial::Step step = {
+        static_cast<int64_t>(running.size()), {}, batch.others_wait, absl::Milliseconds(time)};
+    step.guessed[static_cast<size_t>(batch.source)] = guesses || guessed_before;
+    trial.Observe(step, [&] { return running; });
+    steps += 1;
     guessed_before = guesses;
     guessed_steps += guesses ? 1 : 0;
     return time;
@@ -124,6 +128,33 @@ TEST(DraftTrialTest, AFewOfABatchGuessOnlyWhereOthersWait) {
   }
 }
 
+TEST(DraftTrialTest, TheCallersDraftsRestOnlyWhereTheySlowOthersDown) {
+  for (const bool slow : {false, true}) {
+    Batch batch = {.sequences = 64, .guessing = 8, .right = 2, .source = DraftSource::kAnswer};
+    batch.slower = slow ? 1.3 : 1;
+    EXPECT_LT(Worst(batch), 1.05);
+    Server server;
+    for (int64_t i = 0; i < batch.sequences; ++i) server.running.push_back({server.next_id++, 0});
+    for (int i = 0; i < 100; ++i) server.Step(batch);
+    EXPECT_GT(server.guessed_steps, slow ? 8 : 80);
+    EXPECT_LT(server.guessed_steps, slow ? 50 : 101);
+  }
+}
+
+TEST(DraftTrialTest, AClearGainOfTheCallersDraftsIsNotInterrupted) {
+  Server server;
+  Batch batch = {.sequences = 8, .guessing = 8, .right = 20, .slower = 1.5};
+  batch.source = DraftSource::kAnswer;
+  server.Time(batch);
+  EXPECT_EQ(server.guessed_steps, server.steps);
+  // Of a crowd, each gets a few rows.
+  batch = {.sequences = 64, .guessing = 64, .right = 1, .slower = 1.5, .others_wait = true};
+  batch.source = DraftSource::kAnswer;
+  server = {};
+  server.Time(batch);
+  EXPECT_EQ(server.guessed_steps, server.steps);
+}
+
 TEST(DraftTrialTest, WhereOthersWaitTheTokensOfAllCount) {
   Server server;
   server.Time({.sequences = 8, .guessing = 0});
@@ -139,9 +170,9 @@ TEST(DraftTrialTest, TokensOfStepsWithPromptsAreNotTakenForGains) {
   const auto step = [&](bool guesses) {
     for (DraftTrial::Progress& sample : running) {
       sample.tokens += 1;
-      may_guess = trial.MayGuess();
+      may_guess = trial.MayGuess(DraftSource::kNgram);
     }
-    trial.Observe({4, guesses, false, absl::Milliseconds(guesses ? 1.2 : 1.0)},
+    trial.Observe({4, {false, guesses}, false, absl::Milliseconds(guesses ? 1.2 : 1.0)},
                   [&] { return running; });
   };
   for (int i = 0; i < 20; ++i) step(/*guesses=*/false);

@@ -185,19 +185,19 @@ class DraftBesideOthersTest : public EngineTest {
     };
     Start(options, 400);
     runner_->on_begin = [this](absl::Span<const StepSequence> step) {
+      ++steps_;
       for (const StepSequence& s : step) {
         rows_ += static_cast<int64_t>(s.tokens.size());
         following_drafts_ += s.follows >= 0 && s.tokens.size() > 1 ? 1 : 0;
       }
       return absl::OkStatus();
     };
-    rows_ = following_drafts_ = reported_ = 0;
+    steps_ = rows_ = following_drafts_ = reported_ = 0;
     input.n = kSamples;
     if (!draft.empty()) input.drafts = {{draft.begin(), draft.end()}};
     outcome_ = Wait(*Submit(std::move(input)));
     EXPECT_TRUE(outcome_.status.ok());
     EXPECT_EQ(reported_, kSamples * kTokens);
-    steps_ = engine_->stats().steps;
     ExpectEverythingBack();
   }
   std::vector<TokenId> Tokens(int sample) { return outcome_.samples.at(sample).tokens; }
@@ -209,13 +209,12 @@ class DraftBesideOthersTest : public EngineTest {
   }
 
   Outcome outcome_;
-  uint64_t steps_ = 0;
-  int64_t rows_ = 0, following_drafts_ = 0, reported_ = 0;
+  int64_t steps_ = 0, rows_ = 0, following_drafts_ = 0, reported_ = 0;
 };
 
 TEST_F(DraftBesideOthersTest, AWrongDraftCostsRowsAndNoStep) {
   Run(Request(), {});
-  const uint64_t steps = steps_;
+  const int64_t steps = steps_;
   const int64_t rows = rows_;
   const std::vector<TokenId> tokens = Tokens(0);
   std::vector<TokenId> draft(kTokens, 5);
