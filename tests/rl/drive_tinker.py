@@ -31,7 +31,10 @@ async def main():
             max_tokens=24, temperature=0.7, seed=3, stop=[first.tokens[7]]
         )
         ended = (await sampler.sample(prompt, 1, by_id)).sequences[0]
-        piece = text.decode(first.tokens[9:11], skip_special_tokens=False)
+        # Tokens of a random model may have no text.
+        pieces = [text.decode(first.tokens[i : i + 2], skip_special_tokens=False) for i in range(22)]
+        at = next(i for i in range(5, 22) if pieces[i])
+        piece = pieces[at]
         by_text = tinker.SamplingParams(max_tokens=24, temperature=0.7, seed=3, stop=[piece])
         cut = (await sampler.sample(prompt, 2, by_text)).sequences
         refused = []
@@ -58,6 +61,7 @@ async def main():
                 "ended": shown(ended),
                 "cut": [shown(s) for s in cut],
                 "piece": piece,
+                "piece_end": at + 2,
                 "refused": refused,
             }
         )
