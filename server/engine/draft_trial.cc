@@ -27,25 +27,32 @@ bool DraftTrial::MayGuess(DraftSource source) {
   return (trial.enough || !RuleOf(source).of_half) && trial.rest_left == 0;
 }
 
-void DraftTrial::Pass() {
-  for (Trial& trial : trials_) {
-    trial.would_guess = 0;
-    trial.window = {};
+bool DraftTrial::SetReference(int64_t sequences) {
+  // The number stays in its bucket until it has left it by more than an eighth: that of a full
+  // server is a power of two, and falls by one with each end.
+  if (bucket_ >= 0) {
+    const int64_t begin = int64_t{1} << bucket_;
+    if (8 * sequences >= 7 * begin && 8 * sequences < 9 * 2 * begin) return true;
   }
+  bucket_ = std::bit_width(static_cast<uint64_t>(sequences)) - 1;
+  reference_ = &references_[bucket_];
+  return false;
 }
 
 void DraftTrial::Observe(const Step& step, absl::FunctionRef<std::vector<Progress>()> progress) {
-  for (Trial& trial : trials_) {
+  for (const DraftSource source : kSources) {
+    Trial& trial = TrialOf(source);
     trial.enough = step.others_wait || 2 * std::exchange(trial.would_guess, 0) >= step.sequences;
+    const bool rests = trial.rest_left > 0;
+    if (rests && !step.guessed[static_cast<size_t>(source)]) --trial.rest_left;
+    if (rests || step.time <= absl::ZeroDuration()) trial.window = {};
   }
   if (step.sequences <= 0 || step.time <= absl::ZeroDuration()) return;
-  Reference* const reference =
-      &references_[std::bit_width(static_cast<uint64_t>(step.sequences)) - 1];
-  if (reference != reference_) {  // the time is that of both
-    reference_ = reference;
+  if (!SetReference(step.sequences)) {  // the time is that of both
     for (Trial& trial : trials_) trial.window = {};
     return;
   }
+  Reference* const reference = reference_;
   const double seconds = absl::ToDoubleSeconds(step.time);
   const bool guessed = std::ranges::count(step.guessed, true) > 0;
   if (guessed) {
@@ -60,10 +67,11 @@ void DraftTrial::Observe(const Step& step, absl::FunctionRef<std::vector<Progres
   for (const DraftSource source : kSources) {
     Trial& trial = TrialOf(source);
     const bool has_guesses = step.guessed[static_cast<size_t>(source)];
-    if (trial.rest_left > 0) {
-      --trial.rest_left;
-      trial.window = {};
-    } else if (guessed && !has_guesses) {
+    if (trial.rest_left > 0) continue;
+    const bool is_others = source == DraftSource::kAnswer
+                               ? step.guessed[static_cast<size_t>(DraftSource::kNgram)]
+                               : guessed && !has_guesses;
+    if (is_others) {
       trial.window = {};
     } else {
       if (!trial.window.begin.empty()) trial.window.seconds += seconds;
@@ -73,8 +81,8 @@ void DraftTrial::Observe(const Step& step, absl::FunctionRef<std::vector<Progres
 }
 
 void DraftTrial::MakeReference() {
-  *reference_ = {};
-  for (Trial& trial : trials_) trial.rest_left = kReferenceSteps + 1;  // the next step has guesses
+  if (reference_->steps >= kReferenceSteps) *reference_ = {};
+  for (Trial& trial : trials_) trial.rest_left = std::max(trial.rest_left, kReferenceSteps);
 }
 
 std::vector<int64_t> DraftTrial::Gains(const Window& window, std::vector<Progress> now,
@@ -117,7 +125,8 @@ void DraftTrial::Judge(DraftSource source, bool others_wait,
   const bool is_whole = trial.window.guessed >= trial.window_steps && tokens >= kLeastTokens;
   const bool is_clear =
       rule.trusted && counted >= static_cast<double>(kClearGain * trial.window.guessed);
-  if (!has_reference && !is_clear && !others_wait) {
+  const bool may_go_on = is_clear || (others_wait && reference_->guessed_since < kMostGuessedSince);
+  if (!has_reference && !may_go_on) {
     if (is_whole) MakeReference();
     return;
   }

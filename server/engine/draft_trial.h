@@ -31,16 +31,15 @@ class DraftTrial {
     // Requests wait for a place, or sequences for rows of their guesses. Then the tokens of all
     // sequences count. Otherwise three of four have to gain: a batch ends with its slowest ones.
     bool others_wait = false;
-    absl::Duration time;  // from the end of the step before to its end
+    absl::Duration time;  // from the end of the step before to its end; 0: it tells nothing
   };
 
   // Called for each sample whose guesses would pay for their rows: whether it may guess now.
   // Guesses that rest are compared with what comes (DraftPace).
   bool MayGuess(DraftSource source);
-  // After a step and its samples' calls of MayGuess. progress: of all running sequences.
+  // After a step and its samples' calls of MayGuess. progress: of all running sequences. Where both
+  // sources guess, n-grams are judged for both.
   void Observe(const Step& step, absl::FunctionRef<std::vector<Progress>()> progress);
-  // After a step that tells nothing, as one with a prompt does.
-  void Pass();
 
  private:
   // Steps without guesses, of numbers of sequences with the same highest bit.
@@ -60,7 +59,7 @@ class DraftTrial {
   static constexpr int64_t kFirstWindow = 8;
   struct Trial {
     Window window;
-    int64_t rest_left = 0;  // steps without guesses
+    int64_t rest_left = 0;  // steps without guesses of the source
     int64_t next_rest = kFirstRest;
     int64_t window_steps = kFirstWindow;
     int64_t would_guess = 0;  // samples, since the last step
@@ -82,6 +81,8 @@ class DraftTrial {
   }
 
   Trial& TrialOf(DraftSource source) { return trials_[static_cast<size_t>(source)]; }
+  // Makes the reference of so many sequences the current one. Returns whether it was already.
+  bool SetReference(int64_t sequences);
   // Judges a step with guesses of the source.
   void Judge(DraftSource source, bool others_wait,
              absl::FunctionRef<std::vector<Progress>()> progress);
@@ -91,7 +92,8 @@ class DraftTrial {
   void MakeReference();
 
   std::array<Reference, 64> references_;
-  Reference* reference_ = nullptr;  // of the last step
+  int bucket_ = -1;                 // of the last step: the highest bit
+  Reference* reference_ = nullptr;  // its
   BySource<Trial> trials_;
 };
 

@@ -241,15 +241,13 @@ void EngineLoop::FinishStep() {
     }
     // From end to end: a step may wait for drafts. More is a time without a step.
     constexpr int kMostGap = 4;
-    const absl::Duration time = Between(last_step_end_, step.now);
-    if (has_prompt || time > kMostGap * step.time) {
-      trial_.Pass();
-    } else {
-      DraftTrial::Step tried = {scheduler_.running(), has_drafts, false, time};
-      std::ranges::transform(has_drafts, had_drafts_, tried.guessed.begin(), std::logical_or());
-      tried.others_wait = scheduler_.waiting() > 0 || scheduler_.drafts_wait();
-      trial_.Observe(tried, [this] { return Progress(); });
-    }
+    absl::Duration time = Between(last_step_end_, step.now);
+    // A step with a prompt tells nothing.
+    if (has_prompt || time > kMostGap * step.time) time = absl::ZeroDuration();
+    DraftTrial::Step tried = {scheduler_.running(), has_drafts, false, time};
+    std::ranges::transform(has_drafts, had_drafts_, tried.guessed.begin(), std::logical_or());
+    tried.others_wait = scheduler_.waiting() > 0 || scheduler_.drafts_wait();
+    trial_.Observe(tried, [this] { return Progress(); });
     last_step_end_ = step.now;
     had_drafts_ = has_drafts;
     metrics_->StepPhaseDone(StepPhase::kProcess, Between(step.now, SteadyNow()));

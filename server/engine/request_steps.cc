@@ -216,11 +216,11 @@ void Request::Draft(const Chunk& chunk, int64_t tokens, const StepEnd& step) {
     int64_t length = std::min(most, pace.Next(step.price));
     if (length > 0 && !step.trial->MayGuess(source)) length = 0;
     const auto guessed = next(length > 0 ? coming + length : pace.NextToCompare());
-    if (length > 0) {
+    if (length == 0) {
+      if (!guessed.empty()) pace.Compare(guessed);
+    } else if (static_cast<int64_t>(guessed.size()) > coming) {
       sequence.draft.assign(guessed.begin(), guessed.end());
       sequence.draft_source = source;
-    } else if (!guessed.empty()) {
-      pace.Compare(guessed);
     }
   };
   sequence.draft.clear();

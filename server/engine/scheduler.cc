@@ -117,7 +117,6 @@ std::vector<Chunk> Scheduler::Schedule() {
   if (!plan.preempted) AdmitWaiting(&plan);
   plan.budget += reserved;
   ContinueDrafts(std::move(with_drafts), &plan);
-  drafts_wait_ = reserved > 0 && plan.budget == 0;
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
     Chunk& chunk = plan.chunks[i];
     Sequence& s = *chunk.sequence;

@@ -2,9 +2,8 @@
 // admission by KV pages and preemption by recomputation. Tenants of equal priority take turns
 // (tenant_shares.h), and sequences share what they have in common (prefix_sharing.h). It may
 // schedule a step before the last one has finished: the decodes then follow tokens that are not
-// known yet. Freed pages are reused at once, since steps are computed in order. Pure logic: no
-// torch, no clock, no I/O. Drafts
-// are in scheduler_drafts.cc. Confined to the engine thread.
+// known yet. Freed pages are reused at once, since steps are computed in order. Drafts are in
+// scheduler_drafts.cc. Pure logic: no torch, no clock, no I/O. Confined to the engine thread.
 #pragma once
 
 #include <cstdint>

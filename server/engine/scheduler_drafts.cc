@@ -16,12 +16,16 @@ absl::Span<const TokenId> Scheduler::DraftOf(const Sequence& sequence) const {
 }
 
 void Scheduler::ContinueDrafts(std::vector<Sequence*> sequences, Plan* plan) {
+  drafts_wait_ = false;
   const auto has_waited = [this](const Sequence* s) { return s->arrival > last_drafted_; };
   std::sort(sequences.begin(), sequences.end(), [&](const Sequence* a, const Sequence* b) {
     return std::pair(!has_waited(a), a->arrival) < std::pair(!has_waited(b), b->arrival);
   });
   for (Sequence* s : sequences) {
-    if (plan->budget == 0) return;
+    if (plan->budget == 0) {
+      drafts_wait_ = true;
+      return;
+    }
     if (s->state != Sequence::State::kRunning) continue;  // preempted
     const size_t chunks = plan->chunks.size();
     Continue(s, plan);
@@ -35,6 +39,7 @@ void Scheduler::AddDraft(Chunk* chunk, Plan* plan) {
   Sequence& s = *chunk->sequence;
   const absl::Span<const TokenId> draft = DraftOf(s);
   int64_t count = std::min(static_cast<int64_t>(draft.size()), plan->budget);
+  drafts_wait_ = drafts_wait_ || count < static_cast<int64_t>(draft.size());
   // No row for the last possible token.
   count = std::min(count, s.most_tokens - 1 - chunk->end());
   const int64_t end = chunk->end() + count;

@@ -32,7 +32,9 @@ async def main():
         )
         ended = (await sampler.sample(prompt, 1, by_id)).sequences[0]
         # Tokens of a random model may have no text.
-        pieces = [text.decode(first.tokens[i : i + 2], skip_special_tokens=False) for i in range(22)]
+        pieces = [
+            text.decode(first.tokens[i : i + 2], skip_special_tokens=False) for i in range(22)
+        ]
         at = next(i for i in range(5, 22) if pieces[i])
         piece = pieces[at]
         by_text = tinker.SamplingParams(max_tokens=24, temperature=0.7, seed=3, stop=[piece])

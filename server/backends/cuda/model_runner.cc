@@ -175,13 +175,10 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
       return sampler_->End();
     }
     DORAD_RETURN_IF_ERROR(batch_.Upload(batch, sequences, stream_, previous));
-    const auto have_at_most = [&sequences](int64_t rows) {
-      return std::all_of(sequences.begin(), sequences.end(), [rows](const StepSequence& s) {
-        return static_cast<int64_t>(s.tokens.size()) <= rows;
-      });
-    };
-    form.single_rows = batch_.images().empty() && have_at_most(1);
-    form.tiles = !have_at_most(kMostRowsApart);
+    form.single_rows = batch_.images().empty() &&
+                       std::all_of(sequences.begin(), sequences.end(),
+                                   [](const StepSequence& s) { return s.tokens.size() <= 1; });
+    form.tiles = !form.single_rows;
     DORAD_RETURN_IF_ERROR(decoder_->Forward(batch_.rows(), batch_.linear(), batch_.images(), form));
     for (const LogitsBlock& block : batch_.samples()) {
       DORAD_ASSIGN_OR_RETURN(const float* logits, decoder_->Logits(block));

@@ -181,9 +181,82 @@ TEST(DraftTrialTest, TokensOfStepsWithPromptsAreNotTakenForGains) {
     step(/*guesses=*/true);
     if (steps != 4) continue;
     for (DraftTrial::Progress& sample : running) sample.tokens += 100;
-    trial.Pass();
+    trial.Observe({4, {false, true}, false, absl::ZeroDuration()}, [&] { return running; });
   }
   EXPECT_LT(steps, 20) << "guesses gain nothing";
+}
+
+// The number of sequences of a full server falls by one with each end.
+TEST(DraftTrialTest, LossesAreSeenWhereTheNumberOfSequencesVaries) {
+  for (const DraftSource source : DraftTrial::kSources) {
+    Server server;
+    const Batch batch = {.sequences = 64,
+                         .length = 9999,
+                         .guessing = 64,
+                         .right = 0,
+                         .slower = 1.3,
+                         .source = source};
+    for (int64_t i = 0; i < batch.sequences; ++i) server.running.push_back({server.next_id++, 0});
+    for (int i = 0; i < 1000; ++i) {
+      server.Step(batch);
+      if (i % 4 == 0) server.running.pop_back();
+      if (i % 4 == 1) server.running.push_back({server.next_id++, 0});
+    }
+    EXPECT_LT(server.guessed_steps, 200) << static_cast<int>(source);
+  }
+}
+
+// Sequences that had no row keep their drafts, and verify them while guesses rest.
+TEST(DraftTrialTest, ReferencesAreMadeAlthoughGuessesComeLate) {
+  DraftTrial trial;
+  std::vector<DraftTrial::Progress> running = {{1, 0}, {2, 0}, {3, 0}, {4, 0}};
+  int late = 0, guessed_steps = 0;
+  for (int i = 0; i < 300; ++i) {
+    bool may_guess = false;
+    for (int s = 0; s < 4; ++s) may_guess = trial.MayGuess(DraftSource::kNgram);
+    late = may_guess ? 3 : late - 1;
+    const bool guesses = late > 0;
+    for (DraftTrial::Progress& sample : running) sample.tokens += guesses ? 4 : 1;
+    guessed_steps += guesses ? 1 : 0;
+    trial.Observe({4, {false, guesses}, false, absl::Milliseconds(guesses ? 1.2 : 1.0)},
+                  [&] { return running; });
+  }
+  EXPECT_GT(guessed_steps, 250);
+}
+
+TEST(DraftTrialTest, GoodDraftsOfTheCallerGoOnWhereNgramsRest) {
+  DraftTrial trial;
+  std::vector<DraftTrial::Progress> running;
+  for (uint64_t i = 0; i < 64; ++i) running.push_back({i, 0});
+  int answers = 0, ngrams = 0;
+  for (int i = 0; i < 1000; ++i) {
+    bool answer = false, ngram = false;
+    for (DraftTrial::Progress& sample : running) {
+      bool& may = sample.sequence < 8 ? answer : ngram;
+      may = trial.MayGuess(sample.sequence < 8 ? DraftSource::kAnswer : DraftSource::kNgram);
+      sample.tokens += sample.sequence < 8 && may ? 4 : 1;
+    }
+    answers += answer ? 1 : 0;
+    ngrams += ngram ? 1 : 0;
+    const double time = (answer ? 1.02 : 1) * (ngram ? 1.3 : 1);
+    trial.Observe({64, {answer, ngram}, false, absl::Milliseconds(time)}, [&] { return running; });
+  }
+  EXPECT_GT(answers, 900);
+  EXPECT_LT(ngrams, 150);
+}
+
+TEST(DraftTrialTest, ARestEndsUnderAFlowOfPrompts) {
+  Server server;
+  server.Time({.sequences = 32, .guessing = 0});
+  server.Time({.sequences = 32, .length = 100, .guessing = 32, .right = 0, .slower = 2});
+  const auto may_guess = [&] {
+    bool may = false;
+    for (int i = 0; i < 32; ++i) may = server.trial.MayGuess(DraftSource::kNgram);
+    server.trial.Observe({32, {}, false, absl::ZeroDuration()}, [&] { return server.running; });
+    return may;
+  };
+  int steps = 0;
+  while (!may_guess()) ASSERT_LT(++steps, 200);
 }
 
 TEST(DraftTrialTest, GuessesRestAndAreTriedAgain) {

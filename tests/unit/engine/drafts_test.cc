@@ -189,10 +189,13 @@ class DraftBesideOthersTest : public EngineTest {
       for (const StepSequence& s : step) {
         rows_ += static_cast<int64_t>(s.tokens.size());
         following_drafts_ += s.follows >= 0 && s.tokens.size() > 1 ? 1 : 0;
+        rows_behind_ += s.follows >= 0 && sampled_[s.follows] > 1 ? 1 : 0;
       }
+      sampled_.clear();
+      for (const StepSequence& s : step) sampled_.push_back(s.samples.size());
       return absl::OkStatus();
     };
-    steps_ = rows_ = following_drafts_ = reported_ = 0;
+    steps_ = rows_ = following_drafts_ = rows_behind_ = reported_ = 0;
     input.n = kSamples;
     if (!draft.empty()) input.drafts = {{draft.begin(), draft.end()}};
     outcome_ = Wait(*Submit(std::move(input)));
@@ -209,7 +212,8 @@ class DraftBesideOthersTest : public EngineTest {
   }
 
   Outcome outcome_;
-  int64_t steps_ = 0, rows_ = 0, following_drafts_ = 0, reported_ = 0;
+  std::vector<size_t> sampled_;  // by the last step's sequences
+  int64_t steps_ = 0, rows_ = 0, following_drafts_ = 0, rows_behind_ = 0, reported_ = 0;
 };
 
 TEST_F(DraftBesideOthersTest, AWrongDraftCostsRowsAndNoStep) {
@@ -223,6 +227,7 @@ TEST_F(DraftBesideOthersTest, AWrongDraftCostsRowsAndNoStep) {
   EXPECT_EQ(Tokens(0), tokens);
   EXPECT_EQ(steps_, steps);
   EXPECT_GT(rows_, rows);
+  EXPECT_GT(rows_behind_, 0);
 }
 
 TEST_F(DraftBesideOthersTest, ADraftFollowsATokenThatIsNotKnownYet) {

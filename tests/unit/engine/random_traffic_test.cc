@@ -233,6 +233,9 @@ TEST_F(EngineTest, RandomFaultsChangeNoTokenAndLoseNothing) {
         p.expected.push_back(
             Expected(input, s, engine_->limits().context_length, /*stop_at_eos=*/true));
       }
+      for (int s = 0; s < input.n && random() % 2 > 0; ++s) {
+        input.drafts.push_back(Guess(&random, p.expected[s]));
+      }
       p.stream = Submit(std::move(input));
       if (random() % 10 == 0) {
         Cancel(p.stream);

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -214,6 +215,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     SampleWant want;
     std::vector<TokenId> banned;
     std::vector<ConditionalBan> conditional_bans;
+    std::vector<TokenUse> uses;
     bool logprobs = false;
   };
 
@@ -233,6 +235,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
         samples.push_back({want,
                            {want.banned.begin(), want.banned.end()},
                            {want.conditional_bans.begin(), want.conditional_bans.end()},
+                           {want.uses.begin(), want.uses.end()},
                            want.logprobs->mode != LogprobMode::kNone});
       }
       DORAD_CHECK(samples.size() <= std::max<size_t>(tokens.size(), 1));
@@ -375,6 +378,17 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     }
   }
 
+  // Of the tokens so far with penalties, else 0. followed: the one that `uses` lacks; -1: none.
+  static uint64_t UsesHash(const Sample& s, TokenId followed) {
+    if (s.want.logits == nullptr || !s.want.logits->has_penalties()) return 0;
+    std::map<TokenId, uint32_t> counts;
+    for (const TokenUse& use : s.uses) counts[use.id] += use.count;
+    if (followed >= 0) counts[followed] += TokenUse::kGenerated;
+    uint64_t hash = 0;
+    for (const auto& [id, count] : counts) hash = FakeMix(FakeMix(hash, id), count);
+    return hash;
+  }
+
   // rows: those of the sequence, or of the one whose last row it samples from.
   void SampleRows(const Rows& s, const Rows& rows, StepOutput* output) {
     const size_t first = rows.tokens.size() - s.samples.size();
@@ -386,6 +400,8 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
       const uint64_t hash = At(rows, position, 0).hash;
       TokenId token = FakeNext(hash, sample.want.sampling, sample.want.sample_index);
       const TokenId last = rows.tokens[first + i];
+      const uint64_t uses = UsesHash(sample, rows.follows >= 0 ? followed : -1);
+      token = static_cast<TokenId>((static_cast<uint64_t>(token) + uses) % kFakeVocab);
       if (cycle > 0) token = (last + 1) % cycle;
       while (IsBanned(sample, followed, token)) token = (token + 1) % kFakeVocab;
       const auto begin = rows.tokens.begin();
