@@ -27,42 +27,42 @@ bool DraftTrial::MayGuess(DraftSource source) {
   return (trial.enough || !RuleOf(source).of_half) && trial.rest_left == 0;
 }
 
-bool DraftTrial::SetReference(int64_t sequences) {
+int DraftTrial::BucketOf(int64_t sequences) const {
   // The number stays in its bucket until it has left it by more than an eighth: that of a full
   // server is a power of two, and falls by one with each end.
   if (bucket_ >= 0) {
     const int64_t begin = int64_t{1} << bucket_;
-    if (8 * sequences >= 7 * begin && 8 * sequences < 9 * 2 * begin) return true;
+    if (8 * sequences >= 7 * begin && 8 * sequences < 9 * 2 * begin) return bucket_;
   }
-  bucket_ = std::bit_width(static_cast<uint64_t>(sequences)) - 1;
-  reference_ = &references_[bucket_];
-  return false;
+  return std::bit_width(static_cast<uint64_t>(sequences)) - 1;
 }
 
 void DraftTrial::Observe(const Step& step, absl::FunctionRef<std::vector<Progress>()> progress) {
   for (const DraftSource source : kSources) {
     Trial& trial = TrialOf(source);
-    trial.enough = step.others_wait || 2 * std::exchange(trial.would_guess, 0) >= step.sequences;
+    const int64_t would_guess = std::exchange(trial.would_guess, 0);
+    trial.enough = step.others_wait || 2 * would_guess >= step.sequences;
     const bool rests = trial.rest_left > 0;
     if (rests && !step.guessed[static_cast<size_t>(source)]) --trial.rest_left;
     if (rests || step.time <= absl::ZeroDuration()) trial.window = {};
   }
   if (step.sequences <= 0 || step.time <= absl::ZeroDuration()) return;
-  if (!SetReference(step.sequences)) {  // the time is that of both
+  const int bucket = BucketOf(step.sequences);
+  if (std::exchange(bucket_, bucket) != bucket) {  // the time is that of both
     for (Trial& trial : trials_) trial.window = {};
     return;
   }
-  Reference* const reference = reference_;
   const double seconds = absl::ToDoubleSeconds(step.time);
   const bool guessed = std::ranges::count(step.guessed, true) > 0;
   if (guessed) {
-    ++reference->guessed_since;
+    ++reference().guessed_since;
   } else {
     constexpr double kKept = 0.95;
-    ++reference->steps;
-    reference->weight = kKept * reference->weight + 1;
-    reference->weighted_seconds = kKept * reference->weighted_seconds + seconds;
-    reference->guessed_since = 0;
+    Reference& without = reference();
+    ++without.steps;
+    without.weight = kKept * without.weight + 1;
+    without.weighted_seconds = kKept * without.weighted_seconds + seconds;
+    without.guessed_since = 0;
   }
   for (const DraftSource source : kSources) {
     Trial& trial = TrialOf(source);
@@ -81,7 +81,7 @@ void DraftTrial::Observe(const Step& step, absl::FunctionRef<std::vector<Progres
 }
 
 void DraftTrial::MakeReference() {
-  if (reference_->steps >= kReferenceSteps) *reference_ = {};
+  if (reference().steps >= kReferenceSteps) reference() = {};
   for (Trial& trial : trials_) trial.rest_left = std::max(trial.rest_left, kReferenceSteps);
 }
 
@@ -105,7 +105,7 @@ void DraftTrial::Judge(DraftSource source, bool others_wait,
   Trial& trial = TrialOf(source);
   const Rule rule = RuleOf(source);
   const bool has_reference =
-      reference_->steps >= kReferenceSteps && reference_->guessed_since <= kMostGuessedSince;
+      reference().steps >= kReferenceSteps && reference().guessed_since <= kMostGuessedSince;
   if (!has_reference && !rule.trusted) return MakeReference();
   if (trial.window.begin.empty()) {
     trial.window.begin = progress();
@@ -125,13 +125,13 @@ void DraftTrial::Judge(DraftSource source, bool others_wait,
   const bool is_whole = trial.window.guessed >= trial.window_steps && tokens >= kLeastTokens;
   const bool is_clear =
       rule.trusted && counted >= static_cast<double>(kClearGain * trial.window.guessed);
-  const bool may_go_on = is_clear || (others_wait && reference_->guessed_since < kMostGuessedSince);
+  const bool may_go_on = is_clear || (others_wait && reference().guessed_since < kMostGuessedSince);
   if (!has_reference && !may_go_on) {
     if (is_whole) MakeReference();
     return;
   }
   // Without guesses.
-  const double steps = has_reference ? trial.window.seconds / reference_->seconds() : 0;
+  const double steps = has_reference ? trial.window.seconds / reference().seconds() : 0;
   if ((is_whole && counted < rule.least_gain * steps) ||
       (mean < kClearLoss * steps && tokens >= kClearTokens)) {
     trial.rest_left = trial.next_rest;

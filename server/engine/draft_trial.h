@@ -81,8 +81,9 @@ class DraftTrial {
   }
 
   Trial& TrialOf(DraftSource source) { return trials_[static_cast<size_t>(source)]; }
-  // Makes the reference of so many sequences the current one. Returns whether it was already.
-  bool SetReference(int64_t sequences);
+  // Of so many running sequences: that of the step before, if they are nearly as many.
+  int BucketOf(int64_t sequences) const;
+  Reference& reference() { return references_[bucket_]; }
   // Judges a step with guesses of the source.
   void Judge(DraftSource source, bool others_wait,
              absl::FunctionRef<std::vector<Progress>()> progress);
@@ -92,8 +93,7 @@ class DraftTrial {
   void MakeReference();
 
   std::array<Reference, 64> references_;
-  int bucket_ = -1;                 // of the last step: the highest bit
-  Reference* reference_ = nullptr;  // its
+  int bucket_ = -1;  // of the last step; -1: there was none
   BySource<Trial> trials_;
 };
 

@@ -244,9 +244,9 @@ void EngineLoop::FinishStep() {
     absl::Duration time = Between(last_step_end_, step.now);
     // A step with a prompt tells nothing.
     if (has_prompt || time > kMostGap * step.time) time = absl::ZeroDuration();
-    DraftTrial::Step tried = {scheduler_.running(), has_drafts, false, time};
+    const bool others_wait = scheduler_.waiting() > 0 || scheduler_.drafts_wait();
+    DraftTrial::Step tried = {scheduler_.running(), {}, others_wait, time};
     std::ranges::transform(has_drafts, had_drafts_, tried.guessed.begin(), std::logical_or());
-    tried.others_wait = scheduler_.waiting() > 0 || scheduler_.drafts_wait();
     trial_.Observe(tried, [this] { return Progress(); });
     last_step_end_ = step.now;
     had_drafts_ = has_drafts;

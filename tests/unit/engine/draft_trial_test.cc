@@ -121,10 +121,14 @@ TEST(DraftTrialTest, AFewOfABatchGuessOnlyWhereOthersWait) {
     Server server;
     Batch batch = {.sequences = 64, .guessing = 25, .right = 2, .slower = 1.2};
     batch.others_wait = others_wait;
-    // Until the few have ended.
     for (int64_t i = 0; i < batch.sequences; ++i) server.running.push_back({server.next_id++, 0});
-    for (int i = 0; i < 100; ++i) server.Step(batch);
+    for (int i = 0; i < 100; ++i) server.Step(batch);  // no sample has ended
     EXPECT_EQ(server.guessed_steps > 0, others_wait);
+    batch.others_wait = false;
+    server.Step(batch);
+    const int64_t before = server.guessed_steps;
+    for (int i = 0; i < 20; ++i) server.Step(batch);
+    EXPECT_EQ(server.guessed_steps, before) << "the samples of each step count for it alone";
   }
 }
 
