@@ -56,7 +56,8 @@ absl::StatusOr<std::vector<AdapterRange>> ToRanges(
     absl::Span<const engine::StepBatch::AdapterRows> rows, AdapterSlots* slots,
     const Stream& stream);
 
-// Rows of a sequence that attention computes one by one: more are computed in tiles.
+// The most rows of a sequence in a decode graph, where attention computes each by itself. Longer
+// runs are computed in tiles, which read common pages once anyway.
 inline constexpr int64_t kMostRowsApart = 16;
 
 // Whether attention should read pages once that neighbouring rows have in common: these rows see so

@@ -232,7 +232,7 @@ absl::Status CudaDecoder::Attention(int64_t layer, const model::KvGroups::Place&
   attention.cache = kv_[place.slot];
   attention.softmax_scale = 1.0f / std::sqrt(static_cast<float>(spec.query_scalar));
   attention.window = static_cast<int32_t>(spec.window);
-  attention.row_tiles = form.tiles;
+  attention.row_tiles = form.row_tiles();
   attention.shares = form.shares;
   attention.workspace = plans_[place.group];
   attention.out = narrow_;
@@ -300,7 +300,7 @@ absl::Status CudaDecoder::PlanAttention(absl::Span<const kernels::StepRows> rows
     plan.rows = rows[group];
     plan.shape = Shape();
     plan.window = static_cast<int32_t>(groups_.windows[group]);
-    plan.row_tiles = form.tiles;
+    plan.row_tiles = form.row_tiles();
     plan.shares = form.shares;
     plan.workspace = plans_[group];
     DORAD_RETURN_IF_CUDA_ERROR(kernels::PlanAttention(plan, stream_.get()), kStep);

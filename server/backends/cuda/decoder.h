@@ -29,8 +29,10 @@ absl::Status CheckDecoder(const model::ModelConfig& config);
 // What a step's rows are, as far as attention's and the recurrence's kernels depend on it.
 struct StepForm {
   bool single_rows = false;  // no sequence has more than one
-  bool tiles = true;         // attention computes long runs of rows as tiles; not of single rows
+  bool tiles = true;         // attention computes long runs of rows as tiles, if there may be any
   bool shares = false;       // attention reads common pages once, see SharesReads
+
+  bool row_tiles() const { return tiles && !single_rows; }
 };
 
 class CudaDecoder {

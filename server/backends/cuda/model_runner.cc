@@ -178,7 +178,6 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
     form.single_rows = batch_.images().empty() &&
                        std::all_of(sequences.begin(), sequences.end(),
                                    [](const StepSequence& s) { return s.tokens.size() <= 1; });
-    form.tiles = !form.single_rows;
     DORAD_RETURN_IF_ERROR(decoder_->Forward(batch_.rows(), batch_.linear(), batch_.images(), form));
     for (const LogitsBlock& block : batch_.samples()) {
       DORAD_ASSIGN_OR_RETURN(const float* logits, decoder_->Logits(block));
