@@ -19,10 +19,18 @@ cudaError_t LaunchRows(const AttentionLaunch& launch, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t AttentionBlocks(const AttentionShape& shape, KernelIsa isa, bool shares,
+bool HasFp8Attention(const AttentionShape& shape, int32_t width) {
+  RopeAppendParams turn;
+  turn.shape = shape;
+  turn.width = width;
+  return IsFastAttention(shape) && HasTileAttention(shape.head_dim) &&
+         (!IsPartial(turn) || TurnsByPairs(turn));
+}
+
+cudaError_t AttentionBlocks(const AttentionShape& shape, KernelIsa isa, bool shares, bool is_fp8,
                             int32_t* blocks) {
-  return isa == KernelIsa::kSm90 ? RowBlocks<Sm90Pages>(shape, shares, blocks)
-                                 : RowBlocks<MmaPages>(shape, shares, blocks);
+  return isa == KernelIsa::kSm90 ? RowBlocks<Sm90Pages>(shape, shares, is_fp8, blocks)
+                                 : RowBlocks<MmaPages>(shape, shares, is_fp8, blocks);
 }
 
 cudaError_t LeastSharedPositions(const AttentionShape& shape, KernelIsa isa, int64_t* positions) {
@@ -30,13 +38,18 @@ cudaError_t LeastSharedPositions(const AttentionShape& shape, KernelIsa isa, int
   *positions = INT64_MAX;
   if (!IsFastAttention(shape) || AttentionSharedRows(shape) == 1) return cudaSuccess;
   int32_t blocks;
-  DORAD_CUDA_RETURN_IF_ERROR(AttentionBlocks(shape, isa, /*shares=*/false, &blocks));
+  DORAD_CUDA_RETURN_IF_ERROR(
+      AttentionBlocks(shape, isa, /*shares=*/false, /*is_fp8=*/false, &blocks));
   *positions = kBlockPositions * blocks / shape.kv_heads;
   return cudaSuccess;
 }
 
 cudaError_t PagedAttention(const PagedAttentionParams& params, cudaStream_t stream) {
   if (!IsValid(params.shape, params.rows)) return cudaErrorInvalidValue;
+  if (params.cache.factors != nullptr &&
+      (params.workspace.data == nullptr || !HasFp8Attention(params.shape, params.shape.head_dim))) {
+    return cudaErrorInvalidValue;
+  }
   if (params.workspace.data == nullptr || !IsFastAttention(params.shape)) {
     return SimplePagedAttention(params, stream);
   }
@@ -44,7 +57,7 @@ cudaError_t PagedAttention(const PagedAttentionParams& params, cudaStream_t stre
   if (!LayOutAttention(params.shape, params.rows.rows, params.workspace, &launch.layout)) {
     return cudaErrorInvalidValue;
   }
-  if (params.row_tiles && HasTileAttention(params.shape)) {
+  if (params.row_tiles && HasTileAttention(params.shape.head_dim)) {
     DORAD_CUDA_RETURN_IF_ERROR(params.isa == KernelIsa::kSm90
                                    ? LaunchTileAttention<Sm90Pages>(launch, stream)
                                    : LaunchTileAttention<MmaPages>(launch, stream));

@@ -1,12 +1,13 @@
 // The steps between the query, key and value projections and the output projection: norms of query
 // and key, rotary embedding, the paged cache, and causal attention over it.
 //
-// Cache of one layer: k and v are [pages, kv_heads, kKvPageTokens, head_dim] bf16 each. Only pages
-// that rows name must be mapped. A row's result depends on its own query and on the cache at its
-// positions only, to the last bit: positions are taken in tiles and chunks that are fixed by
-// position (attention_layout.h), and parts are joined in the order of positions, for any
-// distribution over blocks. The instruction sets (KernelIsa) differ in bits. Functions are
-// thread-safe for distinct pages and workspaces. All may be captured into graphs.
+// Cache of one layer: k and v are [pages, kv_heads, kKvPageTokens, head_dim] each, bf16 or, for
+// shapes of HasFp8Attention, in eight bits. Only pages that rows name must be mapped. A row's
+// result depends on its own query and on the cache at its positions only, to the last bit:
+// positions are taken in tiles and chunks that are fixed by position (attention_layout.h), and
+// parts are joined in the order of positions, for any distribution over blocks. The instruction
+// sets (KernelIsa) differ in bits. Functions are thread-safe for distinct pages and workspaces. All
+// may be captured into graphs.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -29,7 +30,15 @@ struct AttentionShape {
 struct KvCache {
   __nv_bfloat16* k = nullptr;
   __nv_bfloat16* v = nullptr;
+  // The cache is in eight bits: k and v are bytes, and here are factors for them, 16-byte aligned
+  // (attention_fp8.cuh). Of each page and key head [2, kKvPageTokens], keys first; a page of them
+  // has the bytes of one of keys, of which it uses the first. Null: k and v are bf16.
+  __nv_bfloat16* factors = nullptr;
 };
+
+// Whether there may be a cache in eight bits: of head_dim 64, 128 or 256, at most 16 query heads
+// per key head, and rotated as a whole or, `width` elements, by fours up to the half.
+bool HasFp8Attention(const AttentionShape& shape, int32_t width);
 
 // Pairs (i, i + width / 2) of a head's first `width` elements are rotated, as in transformers'
 // rotate_half. `rows`, the norms and the angles are read while earlier kernels of the stream may
@@ -90,6 +99,7 @@ struct AttentionPlanParams {
   bool shares = false;
   AttentionSplit split = AttentionSplit::kByLoad;
   KernelIsa isa = KernelIsa::kSm90;  // of PagedAttention
+  bool is_fp8 = false;               // the cache is in eight bits
   AttentionWorkspace workspace;      // out
 };
 
@@ -106,7 +116,7 @@ cudaError_t LeastSharedPositions(const AttentionShape& shape, KernelIsa isa, int
 // 1 when window > 0, and hi = p or the row's StepRows::reach. `rows`, `shape`, `window`,
 // `row_tiles`, `shares`, `isa` and the workspace as they were planned. Fast: head_dim 64, 80, 96,
 // 128, 256 and at most 16 query heads per key head. Other shapes, and calls without a workspace, go
-// to SimplePagedAttention.
+// to SimplePagedAttention; with a cache in eight bits they are cudaErrorInvalidValue.
 struct PagedAttentionParams {
   StepRows rows;
   AttentionShape shape;

@@ -1,5 +1,7 @@
 // Norms of query and key, rotary embedding, and the append to the cache.
 #include "kernels/decoder/attention.h"
+#include "kernels/decoder/attention_device.cuh"
+#include "kernels/decoder/attention_fp8.cuh"
 #include "kernels/decoder/attention_layout.h"
 #include "kernels/decoder/attention_rotary.cuh"
 #include "kernels/isa/dependent_launch.cuh"
@@ -40,14 +42,6 @@ __global__ void __launch_bounds__(32 * kWarps) RopeAppendKernel(const RopeAppend
     if (head >= heads) return;
     const bool is_query = head < p.shape.heads;
     const bool is_value = head >= p.shape.heads + p.shape.kv_heads;
-    __nv_bfloat16* out;
-    if (is_query) {
-      out = p.q + (int64_t{row} * p.shape.heads + head) * dim;
-    } else {
-      const int kv_head = head - p.shape.heads - (is_value ? p.shape.kv_heads : 0);
-      out = (is_value ? p.cache.v : p.cache.k) +
-            ((page * p.shape.kv_heads + kv_head) * kKvPageTokens + position % kKvPageTokens) * dim;
-    }
     const float* const norm = is_value ? nullptr : is_query ? p.q_norm : p.k_norm;
     if (norm != nullptr) {
       NormHead<kPairs>(x[h], LoadHead<kPairs>(norm, norm + half, half), half, p.eps);
@@ -57,7 +51,25 @@ __global__ void __launch_bounds__(32 * kWarps) RopeAppendKernel(const RopeAppend
     } else if (!is_value) {
       RotateHead<kPairs>(x[h], angles);
     }
-    StoreHead<kPairs>(x[h], half, [out](int i) { return out + i; });
+    if (is_query) {
+      __nv_bfloat16* const q = p.q + (int64_t{row} * p.shape.heads + head) * dim;
+      StoreHead<kPairs>(x[h], half, [q](int i) { return q + i; });
+      continue;
+    }
+    const int kv_head = head - p.shape.heads - (is_value ? p.shape.kv_heads : 0);
+    const int64_t at =
+        ((page * p.shape.kv_heads + kv_head) * kKvPageTokens + position % kKvPageTokens) * dim;
+    __nv_bfloat16* const cache = is_value ? p.cache.v : p.cache.k;
+    if (p.cache.factors == nullptr) {
+      StoreHead<kPairs>(x[h], half, [to = cache + at](int i) { return to + i; });
+      continue;
+    }
+    const int scale = HeadScale<kPairs>(x[h]);
+    StoreCodes<kPairs>(x[h], scale, half, [to = cache + at / 2](int i) { return to + i / 2; });
+    if (threadIdx.x % 32 == 0) {
+      p.cache.factors[FactorsAt(page, p.shape.kv_heads, kv_head, is_value ? 1 : 0, dim) +
+                      position % kKvPageTokens] = ScaleFactor(scale);
+    }
   }
 }
 
@@ -143,7 +155,11 @@ cudaError_t RopeAppend(const RopeAppendParams& params, cudaStream_t stream) {
   if (params.width % 2 != 0 || params.width < 0 || params.width > shape.head_dim) {
     return cudaErrorInvalidValue;
   }
-  if (shape.head_dim % 4 != 0 || (IsPartial(params) && !TurnsByPairs(params))) {
+  const bool is_any = shape.head_dim % 4 != 0 || (IsPartial(params) && !TurnsByPairs(params));
+  if (params.cache.factors != nullptr && (is_any || !HasTileAttention(shape.head_dim))) {
+    return cudaErrorInvalidValue;
+  }
+  if (is_any) {
     return Launch(RopeAppendAnyKernel, params, 1, stream);
   }
   const bool by_axes = params.rows.rotary != nullptr && params.axes != nullptr;

@@ -12,9 +12,9 @@ namespace dorad::kernels {
 // Below every score, and finite, so that differences are never NaN.
 inline constexpr float kNoScore = -1e30f;
 
-// Tiles of the cache in shared memory: positions by head_dim, in blocks of kColumns columns that
-// the copy engine swizzles (and threads in its place), so that eight rows of one 16-byte column lie
-// in different banks.
+// Tiles of the cache in shared memory: positions by head_dim (by half of it in eight bits, two
+// codes for each bf16), in blocks of kColumns columns that the copy engine swizzles (and threads in
+// its place), so that eight rows of one 16-byte column lie in different banks.
 template <int kHeadDim>
 struct CacheTile {
   static constexpr int kColumns = kHeadDim % 64 == 0 ? 64 : kHeadDim % 32 == 0 ? 32 : 16;
@@ -32,6 +32,11 @@ struct CacheTile {
     return column / kColumns * kBlockBytes + row * kRowBytes + ((unit ^ turn) * 16);
   }
 };
+
+// Where KvCache::factors has those of a page's keys (kind 0) or values (1) of a head.
+__device__ inline int64_t FactorsAt(int64_t page, int kv_heads, int head, int kind, int head_dim) {
+  return page * (kv_heads * kKvPageTokens * head_dim / 2) + (2 * head + kind) * kKvPageTokens;
+}
 
 // Scores are scaled by `scale` = softmax_scale · log2(e) inside the exponentials.
 __device__ inline float ScaledOffset(float most, float scale) { return -__fmul_rn(most, scale); }

@@ -170,7 +170,7 @@ bool LayOutAttention(const AttentionShape& shape, int32_t rows, const AttentionW
                      AttentionLayout* layout);
 
 // Blocks of the decode kernel that run at once on the current device.
-cudaError_t AttentionBlocks(const AttentionShape& shape, KernelIsa isa, bool shares,
+cudaError_t AttentionBlocks(const AttentionShape& shape, KernelIsa isa, bool shares, bool is_fp8,
                             int32_t* blocks);
 
 struct AttentionLaunch {
@@ -184,14 +184,14 @@ struct MmaPages;
 
 // The kernels behind PagedAttention, by instruction set: rows by themselves, and tiles of rows.
 template <typename Isa>
-cudaError_t RowBlocks(const AttentionShape& shape, bool shares, int32_t* blocks);
+cudaError_t RowBlocks(const AttentionShape& shape, bool shares, bool is_fp8, int32_t* blocks);
 template <typename Isa>
 cudaError_t LaunchRowAttention(const AttentionLaunch& launch, cudaStream_t stream);
 template <typename Isa>
 cudaError_t LaunchTileAttention(const AttentionLaunch& launch, cudaStream_t stream);
 
-inline bool HasTileAttention(const AttentionShape& shape) {
-  return shape.head_dim == 64 || shape.head_dim == 128 || shape.head_dim == 256;
+constexpr bool HasTileAttention(int32_t head_dim) {
+  return head_dim == 64 || head_dim == 128 || head_dim == 256;
 }
 
 }  // namespace dorad::kernels

@@ -46,6 +46,20 @@ struct MmaPages : MmaAttention {
     return cache + (int64_t{page} * kv_heads + head) * (kKvPageTokens * kHeadDim);
   }
 
+  // The factors of a tile's keys (kind 0) or values (1), of KvCache::factors. Whole warp; then
+  // Complete.
+  __device__ static void FetchFactors(const __nv_bfloat16* factors, int head_dim, int kind,
+                                      uint32_t destination, uint32_t, const TilePages& pages) {
+    constexpr int kUnits = kKvPageTokens / 8;  // of a page, 16 bytes each
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int i = lane / kUnits, unit = lane % kUnits;
+    const int page = __shfl_sync(0xFFFFFFFF, pages.page, (pages.page_lane + i) % 32);
+    if (i < pages.first || i >= pages.end) return;
+    CopyAsync16(destination + lane * 16,
+                factors + FactorsAt(page, pages.kv_heads, pages.head, kind, head_dim) + 8 * unit,
+                true);
+  }
+
   // Keys or values of a tile. Whole warp; then Complete.
   template <int kHeadDim>
   __device__ static void FetchPages(const Map& cache, uint32_t destination,

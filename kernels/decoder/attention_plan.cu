@@ -390,8 +390,9 @@ cudaError_t PlanAttention(const AttentionPlanParams& params, cudaStream_t stream
   }
   args.kv_heads = shape.kv_heads;
   args.window = params.window;
-  DORAD_CUDA_RETURN_IF_ERROR(AttentionBlocks(shape, params.isa, params.shares, &args.blocks));
-  const bool tiles = params.row_tiles && HasTileAttention(shape);
+  DORAD_CUDA_RETURN_IF_ERROR(
+      AttentionBlocks(shape, params.isa, params.shares, params.is_fp8, &args.blocks));
+  const bool tiles = params.row_tiles && HasTileAttention(shape.head_dim);
   args.tile_tokens = tiles ? AttentionTileTokens(shape) : 0;
   args.least_tokens = AttentionLeastTokens(shape);
   args.shared_rows = params.shares ? AttentionSharedRows(shape) : 1;

@@ -41,31 +41,41 @@ struct alignas(16) TileInfo {
 };
 
 // Shared memory: stages of keys and values, then smaller arrays.
-// kShares: there are items of several rows.
-template <typename Isa_, int kHeadDim, int kHeadTiles, bool kShares>
+// kShares: there are items of several rows. kFp8: the cache is in eight bits.
+template <typename Isa_, int kHeadDim, int kHeadTiles, bool kShares, bool kFp8>
 struct Config {
   using Isa = Isa_;
-  using Tile = CacheTile<kHeadDim>;
   static constexpr int head_dim = kHeadDim;
+  static constexpr bool is_fp8 = kFp8;
+  static constexpr int cache_dim = kFp8 ? kHeadDim / 2 : kHeadDim;  // of a position, in 16 bits
+  using Tile = CacheTile<cache_dim>;
   static constexpr int head_tiles = kHeadTiles;  // of eight heads of one row
   static constexpr bool shares = kShares;
   static constexpr int most_tiles = kShares ? kAttentionSharedTiles : kHeadTiles;
-  static constexpr int stage_bytes = 2 * Tile::kBytes;
+  // A tile, or two rounds of parts to join (PartRounds).
+  static constexpr int part_bytes = kHeadTiles * (8 * kHeadDim + 16) * 4;
+  static constexpr int stage_bytes =
+      2 * (Tile::kBytes >= part_bytes ? Tile::kBytes : (part_bytes + 2047) / 2048 * 2048);
   // Of a multiprocessor. Two leave 168 registers for each thread, and items of several rows need
   // more: the computing warps take them from the others, if they can. Warps give registers away by
   // fours, so three stand idle beside the one that copies.
   static constexpr bool moves_registers = kShares && Isa::kMovesRegisters;
   static constexpr int blocks = kHeadDim == 256 || kHeadTiles > 1 || (kShares && !moves_registers)
                                     ? 1
-                                    : 2;
+                                : kFp8 && !kShares && Isa::kHasCopyEngine ? 3
+                                                                          : 2;
   static constexpr int threads = 32 * (kWarps + (moves_registers ? 4 : 1));
   static constexpr int consumer_registers = 208;
   static constexpr int producer_registers = 48;
-  // By cp.async so much that two blocks fit into a multiprocessor of compute capability 8.0.
+  // By cp.async so much that two blocks fit into a multiprocessor of compute capability 8.0. Stages
+  // in eight bits are more, with a description and barriers each.
   static constexpr int ring_bytes = !Isa::kHasCopyEngine ? 64 * 1024
-                                    : blocks == 1        ? 212000
-                                                         : 105000;
-  static constexpr int stages = ring_bytes / stage_bytes;
+                                    : blocks == 1        ? (kFp8 ? 200000 : 212000)
+                                    : blocks == 3        ? 62000
+                                                         : (kFp8 ? 96000 : 105000);
+  // Of a stage's keys in eight bits, then of its values.
+  static constexpr int factor_bytes = kFp8 ? 2 * kTile * 2 : 0;
+  static constexpr int stages = ring_bytes / (stage_bytes + factor_bytes);
   using Barriers = StageBarriers<Isa, stages>;
   static constexpr int dim_tiles = kHeadDim / 16;
   static constexpr int warp_dim_tiles = (dim_tiles + kWarps - 1) / kWarps;
@@ -77,7 +87,8 @@ struct Config {
   }
   static constexpr int query_pitch = kHeadDim + 8;  // elements
 
-  static constexpr int query_at = stages * stage_bytes;  // of the running item
+  static constexpr int factors_at = stages * stage_bytes;
+  static constexpr int query_at = factors_at + stages * factor_bytes;  // of the running item
   static constexpr int norms_at =
       query_at + 8 * most_tiles * query_pitch * 2;  // weights: query, key
   static constexpr int probability_at = norms_at + 2 * kHeadDim * 4;
@@ -90,6 +101,7 @@ struct Config {
 template <typename Isa>
 struct Args {
   typename Isa::Map k, v;
+  const __nv_bfloat16* factors;  // as KvCache::factors
   AttentionLayout layout;
   const __nv_bfloat16* q;
   __nv_bfloat16* out;

@@ -3,185 +3,13 @@
 // and O[head_dim, 8] = Vᵀ P with the head_dim in turns of 16 over the warps, for each eight heads.
 #pragma once
 
-#include "kernels/decoder/attention_rotary.cuh"
+#include "kernels/decoder/attention_fp8.cuh"
+#include "kernels/decoder/attention_rows_heads.cuh"
 #include "kernels/decoder/attention_rows_parts.cuh"
 #include "kernels/isa/dependent_launch.cuh"
 #include "kernels/pipeline/ring.cuh"
 
 namespace dorad::kernels::row_attention {
-
-// Loads the weights of the norms of query and key.
-template <typename C>
-__device__ void LoadNorms(const Args<typename C::Isa>& p, uint8_t* shared) {
-  auto* const norms = reinterpret_cast<float*>(shared + C::norms_at);
-  for (int i = threadIdx.x; i < C::head_dim; i += 32 * kWarps) {
-    if (p.append.q_norm != nullptr) norms[i] = p.append.q_norm[i];
-    if (p.append.k_norm != nullptr) norms[C::head_dim + i] = p.append.k_norm[i];
-  }
-  NamedBarrier(kConsumerBarrier, 32 * kWarps);
-}
-
-// Turns heads as RopeAppend does.
-template <typename C>
-struct Turn {
-  static constexpr int kHalf = C::head_dim / 2;
-  static constexpr int kPairs = kHalf > 64 ? 2 : 1;
-  using Head = HeadPairs<kPairs>;
-
-  __device__ static bool IsPart(const RopeAppendParams& append) {
-    return AppendsParts(C::head_dim) && IsPartial(append);
-  }
-  __device__ static Head Angles(const RopeAppendParams& append, int row, int position) {
-    return IsPart(append) ? LoadPartAngles<kPairs, false>(append, row, position)
-                          : LoadAngles<kPairs>(append, row, position, kHalf);
-  }
-  // norm: in shared memory, read if `has_norm`.
-  __device__ static void Apply(const RopeAppendParams& append, const Head& angles, Head& x,
-                               bool has_norm, const float* norm) {
-    if (has_norm) {
-      NormHead<kPairs>(x, LoadHead<kPairs>(norm, norm + kHalf, kHalf), kHalf, append.eps);
-    }
-    if (IsPart(append)) {
-      RotatePart<kPairs>(x, angles, append.width);
-    } else {
-      RotateHead<kPairs>(x, angles);
-    }
-  }
-};
-
-// A query head of a row before it is turned, or as it is in q.
-template <typename C>
-__device__ const __nv_bfloat16* QueryAt(const Args<typename C::Isa>& p, int row, int head) {
-  return p.append.qkv != nullptr ? HeadAt(p.append, row, head)
-                                 : p.q + (int64_t{row} * p.kv_heads * p.group + head) * C::head_dim;
-}
-
-// Turns a query, if rows are appended here, and stores it as the place-th one in shared memory.
-template <typename C>
-__device__ void StoreQuery(const Args<typename C::Isa>& p, typename Turn<C>::Head x,
-                           const typename Turn<C>::Head& angles, uint8_t* shared, int place) {
-  if (p.append.qkv != nullptr) {
-    const auto* const norm = reinterpret_cast<const float*>(shared + C::norms_at);
-    Turn<C>::Apply(p.append, angles, x, p.append.q_norm != nullptr, norm);
-  }
-  auto* const to = reinterpret_cast<__nv_bfloat16*>(shared + C::query_at) + place * C::query_pitch;
-  StoreHead<Turn<C>::kPairs>(x, C::head_dim / 2, [to](int at) { return to + at; });
-}
-
-// A head as it is loaded: no instruction needs it before Value.
-template <typename C>
-struct RawHead {
-  static constexpr int kHalf = C::head_dim / 2;
-  static constexpr int kPairs = Turn<C>::kPairs;
-
-  __nv_bfloat162 low[kPairs], high[kPairs];
-
-  __device__ void Load(const __nv_bfloat16* from) {
-    for (int j = 0; j < kPairs; ++j) {
-      const int at = 2 * (threadIdx.x % 32 + 32 * j);
-      if (at >= kHalf) continue;
-      low[j] = *reinterpret_cast<const __nv_bfloat162*>(from + at);
-      high[j] = *reinterpret_cast<const __nv_bfloat162*>(from + kHalf + at);
-    }
-  }
-  __device__ HeadPairs<kPairs> Value() const {
-    HeadPairs<kPairs> x;
-    for (int j = 0; j < kPairs; ++j) {
-      const bool is_in = 2 * (threadIdx.x % 32 + 32 * j) < kHalf;
-      x.low[j] = is_in ? __bfloat1622float2(low[j]) : make_float2(0.0f, 0.0f);
-      x.high[j] = is_in ? __bfloat1622float2(high[j]) : make_float2(0.0f, 0.0f);
-    }
-    return x;
-  }
-};
-
-// What a warp brings to shared memory of one row and key head: queries warp, warp + 4, …; if rows
-// are appended here, of two warps one the key, one the value.
-template <typename C>
-struct RowHeads {
-  static constexpr int kQueries = 8 * C::head_tiles / kWarps;
-  static constexpr int kKeyWarp = kWarps - 2;
-
-  HeadPairs<Turn<C>::kPairs> angles = {};
-  RawHead<C> queries[kQueries], fresh;
-
-  __device__ void LoadAngles(const Args<typename C::Isa>& p, int row, int position) {
-    if (p.append.qkv != nullptr) angles = Turn<C>::Angles(p.append, row, position);
-  }
-  __device__ void Load(const Args<typename C::Isa>& p, int row, int head) {
-    const int warp = threadIdx.x / 32;
-    for (int i = 0; i < kQueries; ++i) {
-      const int query = warp + kWarps * i;
-      if (query < p.group) queries[i].Load(QueryAt<C>(p, row, head * p.group + query));
-    }
-    if (p.append.qkv == nullptr || warp < kKeyWarp) return;
-    const int kind = warp == kKeyWarp ? 0 : 1;
-    fresh.Load(HeadAt(p.append, row, p.kv_heads * (p.group + kind) + head));
-  }
-  __device__ void StoreQueries(const Args<typename C::Isa>& p, uint8_t* shared) const {
-    for (int i = 0; i < kQueries; ++i) {
-      const int query = threadIdx.x / 32 + kWarps * i;
-      if (query < p.group) StoreQuery<C>(p, queries[i].Value(), angles, shared, query);
-    }
-  }
-  // Writes the key and the value to the tile, which has the row's own position, and to the cache.
-  __device__ void Append(const Args<typename C::Isa>& p, const TileInfo& info, uint8_t* shared,
-                         int stage) const {
-    using Tile = typename C::Tile;
-    constexpr int kHalf = C::head_dim / 2;
-    constexpr int kPairs = Turn<C>::kPairs;
-    const int warp = threadIdx.x / 32;
-    if (warp < kKeyWarp) return;
-    const bool is_key = warp == kKeyWarp;
-    HeadPairs<kPairs> x = fresh.Value();
-    if (is_key) {
-      const auto* const norms = reinterpret_cast<const float*>(shared + C::norms_at);
-      Turn<C>::Apply(p.append, angles, x, p.append.k_norm != nullptr, norms + C::head_dim);
-    }
-    uint8_t* const tile = shared + stage * C::stage_bytes + (is_key ? 0 : Tile::kBytes);
-    StoreHead<kPairs>(x, kHalf, [&](int i) {
-      return reinterpret_cast<__nv_bfloat16*>(tile + Tile::Offset(info.own - info.position, i)) +
-             i % 8;
-    });
-    __nv_bfloat16* const at =
-        (is_key ? p.append.cache.k : p.append.cache.v) +
-        ((int64_t{info.page} * p.kv_heads + info.head) * kKvPageTokens + info.own % kKvPageTokens) *
-            C::head_dim;
-    StoreHead<kPairs>(x, kHalf, [at](int i) { return at + i; });
-    // Fetches will write there next.
-    C::Isa::FenceStages();
-  }
-};
-
-// The queries of several rows to shared memory; the rows are divided between the warps.
-template <typename C>
-__device__ void LoadQueries(const Args<typename C::Isa>& p, const TileInfo& info, uint8_t* shared) {
-  constexpr int kHalf = C::head_dim / 2;
-  constexpr int kPairs = Turn<C>::kPairs;
-  constexpr int kTogether = 4 / kPairs;  // loads of heads in flight
-#pragma unroll 1
-  for (int i = threadIdx.x / 32; i < info.count; i += kWarps) {
-    const int row = info.row + i;
-    HeadPairs<kPairs> angles = {};
-    if (p.append.qkv != nullptr) {
-      angles = Turn<C>::Angles(p.append, row, p.append.rows.positions[row]);
-    }
-#pragma unroll 1
-    for (int first = 0; first < p.group; first += kTogether) {
-      HeadPairs<kPairs> query[kTogether];
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        if (first + j >= p.group) break;
-        query[j] = LoadHead<kPairs>(QueryAt<C>(p, row, info.head * p.group + first + j), kHalf);
-      }
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        if (first + j >= p.group) break;
-        StoreQuery<C>(p, query[j], angles, shared, i * p.group + first + j);
-      }
-    }
-  }
-}
 
 // Zeroes values out of reach: unwritten memory may contain NaN. All may be read after the next
 // barrier.
@@ -197,6 +25,46 @@ __device__ void ClearValues(const TileInfo& info, uint8_t* values) {
   }
   // Fetches will write there next.
   C::Isa::FenceStages();
+}
+
+// The operands of two products from keys in eight bits, of 16 elements each. address: this lane's
+// of LoadMatrices; `factors`: of the two positions that the lane has.
+__device__ inline void LoadKeyCodes(uint32_t (&k)[2][4], uint32_t address,
+                                    const uint32_t (&factors)[2]) {
+  uint32_t codes[4];
+  LoadMatrices(codes, address);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    k[i / 2][i % 2] = EvenElements(codes[i], factors[i % 2]);
+    k[i / 2][i % 2 + 2] = OddElements(codes[i], factors[i % 2]);
+  }
+}
+
+// The same from 32 values, of 16 positions each; `factors`: of the pairs of positions.
+__device__ inline void LoadValueCodes(uint32_t (&v)[2][4], uint32_t address,
+                                      const uint32_t (&factors)[4]) {
+  uint32_t codes[4];
+  LoadMatricesTransposed(codes, address);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    v[i / 2][i % 2 * 2] = EvenElements(codes[i], factors[i]);
+    v[i / 2][i % 2 * 2 + 1] = OddElements(codes[i], factors[i]);
+  }
+}
+
+// The factors of a lane's values among 32: pairs of positions 8 apart. Zeros out of reach, where
+// memory is unwritten.
+__device__ inline void LoadValueFactors(uint32_t (&factors)[4], const uint16_t* of_values,
+                                        const TileInfo& info, int first, bool is_partial) {
+  const int at = first + 2 * static_cast<int>(threadIdx.x % 4);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    factors[i] = *reinterpret_cast<const uint32_t*>(of_values + at + 8 * i);
+    if (!is_partial) continue;
+    const int position = info.position + at + 8 * i;
+    if (position < info.begin || position >= info.end) factors[i] &= 0xFFFF0000;
+    if (position + 1 < info.begin || position + 1 >= info.end) factors[i] &= 0xFFFF;
+  }
 }
 
 // The stages of the ring, as the computing warps take them.
@@ -300,17 +168,39 @@ __device__ void ComputeItem(const Args<typename C::Isa>& p, uint8_t* shared, uin
       for (int n = 0; n < kTiles; ++n) most[n][0] = most[n][1] = kNoScore;
     }
 
-    if (is_partial) ClearValues<C>(info, shared + stage * C::stage_bytes + Tile::kBytes);
+    if (!C::is_fp8 && is_partial) {
+      ClearValues<C>(info, shared + stage * C::stage_bytes + Tile::kBytes);
+    }
 
     float scores[kTiles][4] = {};
-#pragma unroll kShares ? (Isa::kHasCopyEngine ? 2 : 1) : kSteps
-    for (int s = 0; s < kSteps; ++s) {
-      uint32_t k[4];
-      LoadMatrices(k, k_at + Tile::Offset(16 * warp + lane % 16, 16 * s + lane / 16 * 8));
+    const auto add_scores = [&](int s, const uint32_t(&k)[4]) {
       if (!kHolds) load_queries(s);
       for (int n = 0; n < kTiles; ++n) {
         const uint32_t(&of)[2] = q[n][kHolds ? s : 0];
         Mma(scores[n], k, of[0], of[1]);
+      }
+    };
+    const auto key_at = [&](int s) {
+      return k_at + Tile::Offset(16 * warp + lane % 16, 16 * s + lane / 16 * 8);
+    };
+    [[maybe_unused]] const auto* const factors_of =
+        reinterpret_cast<const uint16_t*>(shared + C::factors_at + stage * C::factor_bytes);
+    if constexpr (C::is_fp8) {
+      const uint16_t* const own = factors_of + 16 * warp + g;
+      const uint32_t factors[2] = {own[0] * 0x10001u, own[8] * 0x10001u};
+#pragma unroll kShares ? 1 : kSteps / 2
+      for (int s = 0; s < kSteps; s += 2) {
+        uint32_t k[2][4];
+        LoadKeyCodes(k, key_at(s / 2), factors);
+        add_scores(s, k[0]);
+        add_scores(s + 1, k[1]);
+      }
+    } else {
+#pragma unroll kShares ? (Isa::kHasCopyEngine ? 2 : 1) : kSteps
+      for (int s = 0; s < kSteps; ++s) {
+        uint32_t k[4];
+        LoadMatrices(k, key_at(s));
+        add_scores(s, k);
       }
     }
     reader.ReleaseKeys();
@@ -370,16 +260,30 @@ __device__ void ComputeItem(const Args<typename C::Isa>& p, uint8_t* shared, uin
         Mma(sums, kOnes, b[n][2], b[n][3]);
         for (int c = 0; c < 2; ++c) chunk.l[n][c] = sums[c];
       }
+      [[maybe_unused]] uint32_t factors[4];
+      if constexpr (C::is_fp8) {
+        LoadValueFactors(factors, factors_of + kTile, info, 32 * pair, is_partial);
+      }
       for (int i = 0; i < C::warp_dim_tiles; ++i) {
         const int dim_tile = warp + kWarps * i;
         if (C::dim_tiles % kWarps != 0 && dim_tile >= C::dim_tiles) continue;
-        for (int half = 0; half < 2; ++half) {
-          const int first = 32 * pair + 16 * half;
-          uint32_t v[4];
-          LoadMatricesTransposed(v, v_at + Tile::Offset(first + lane / 16 * 8 + lane % 8,
-                                                        16 * dim_tile + lane / 8 % 2 * 8));
+        const auto add_values = [&](int half, const uint32_t(&v)[4]) {
           for (int n = 0; n < kTiles; ++n) {
             Mma(chunk.o[i][n], v, b[n][2 * half], b[n][2 * half + 1]);
+          }
+        };
+        if constexpr (C::is_fp8) {
+          uint32_t v[2][4];
+          LoadValueCodes(v, v_at + Tile::Offset(32 * pair + lane, 8 * dim_tile), factors);
+          add_values(0, v[0]);
+          add_values(1, v[1]);
+        } else {
+          for (int half = 0; half < 2; ++half) {
+            uint32_t v[4];
+            LoadMatricesTransposed(
+                v, v_at + Tile::Offset(32 * pair + 16 * half + lane / 16 * 8 + lane % 8,
+                                       16 * dim_tile + lane / 8 % 2 * 8));
+            add_values(half, v);
           }
         }
       }

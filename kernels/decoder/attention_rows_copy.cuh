@@ -13,21 +13,31 @@ namespace dorad::kernels::row_attention {
 // Words of an AttentionItem, by the lanes that hold them.
 enum { kRow, kBegin, kEnd, kSlot, kCount, kFirst, kPageBase, kPosition, kPages };
 
-// Fetches a tile's pages to a free stage of keys, then values. Whole warp; `empty` and `parity`: of
-// the stage.
+// Fetches a tile's pages to a free stage of keys, then values, and `factors` of those. Whole warp;
+// `empty` and `parity`: of the stage.
 template <typename C>
-__device__ void FetchStage(const Args<typename C::Isa>& p, uint32_t to, uint32_t full,
-                           uint32_t empty, uint32_t parity, const TilePages& pages,
+__device__ void FetchStage(const Args<typename C::Isa>& p, uint32_t to, uint32_t factors,
+                           uint32_t full, uint32_t empty, uint32_t parity, const TilePages& pages,
                            const typename C::Isa::Policy& policy) {
   using Isa = typename C::Isa;
+  constexpr int kDim = C::cache_dim;
+  const auto fetch_factors = [&](int kind) {
+    if constexpr (C::is_fp8) {
+      Isa::FetchFactors(p.factors, C::head_dim, kind, factors + kind * kTile * 2, full, pages);
+    }
+  };
   if constexpr (Isa::kApart) {
-    Isa::template FetchPages<C::head_dim>(p.k, to, pages);
+    Isa::template FetchPages<kDim>(p.k, to, pages);
+    fetch_factors(0);
     Isa::Complete(full);
     BarrierWait(empty + C::Barriers::kValues, parity ^ 1);
-    Isa::template FetchPages<C::head_dim>(p.v, to + C::Tile::kBytes, pages);
+    Isa::template FetchPages<kDim>(p.v, to + C::Tile::kBytes, pages);
+    fetch_factors(1);
     Isa::Complete(full + C::Barriers::kValues);
   } else {
-    Isa::template FetchPages<C::head_dim>(p.k, p.v, to, full, pages, policy);
+    Isa::template FetchPages<kDim>(p.k, p.v, to, full, pages, policy);
+    fetch_factors(0);
+    fetch_factors(1);
   }
 }
 
@@ -155,13 +165,14 @@ __device__ void Produce(const Args<typename C::Isa>& p, uint8_t* shared, uint32_
         if (has_chunk_parts) info.slot = slot + tile / kPerChunk - first_tile / kPerChunk;
         info.page = is_appending && tile == last_tile && end > position ? page : -1;
         reinterpret_cast<TileInfo*>(shared + C::info_at)[ring.stage] = info;
-        Isa::Expect(full + 8 * ring.stage,
-                    (pages_end(tile) - pages_begin(tile)) * kKvPageTokens * C::head_dim * 4);
+        Isa::Expect(full + 8 * ring.stage, (pages_end(tile) - pages_begin(tile)) * kKvPageTokens *
+                                               (C::cache_dim * 4 + (C::is_fp8 ? 4 : 0)));
       }
       __syncwarp();
       FetchStage<C>(
-          p, base + ring.stage * C::stage_bytes, full + 8 * ring.stage, empty + 8 * ring.stage,
-          ring.parity,
+          p, base + ring.stage * C::stage_bytes,
+          base + C::factors_at + ring.stage * C::factor_bytes, full + 8 * ring.stage,
+          empty + 8 * ring.stage, ring.parity,
           {pages_of, page_lane(tile), p.kv_heads, head, pages_begin(tile), pages_end(tile)},
           policy);
       next_stage();

@@ -69,8 +69,9 @@ template <typename C>
 cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
   const PagedAttentionParams& params = launch.params;
   Args<typename C::Isa> args;
-  DORAD_CUDA_RETURN_IF_ERROR(C::Isa::template Encode<C::head_dim>(params.cache.k, &args.k));
-  DORAD_CUDA_RETURN_IF_ERROR(C::Isa::template Encode<C::head_dim>(params.cache.v, &args.v));
+  DORAD_CUDA_RETURN_IF_ERROR(C::Isa::template Encode<C::cache_dim>(params.cache.k, &args.k));
+  DORAD_CUDA_RETURN_IF_ERROR(C::Isa::template Encode<C::cache_dim>(params.cache.v, &args.v));
+  args.factors = params.cache.factors;
   args.layout = launch.layout;
   args.q = params.q;
   args.out = params.out;
@@ -87,13 +88,19 @@ cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
 
 // f(Config) of the shape.
 template <typename Isa, typename F>
-cudaError_t WithConfig(const AttentionShape& shape, bool shares, F f) {
-  const auto of_group = [&](auto head_dim) {
-    if (AttentionGroup(shape) > 8) return f(Config<Isa, head_dim, 2, false>());
+cudaError_t WithConfig(const AttentionShape& shape, bool shares, bool is_fp8, F f) {
+  const auto of_cache = [&](auto head_dim, auto fp8) {
+    if (AttentionGroup(shape) > 8) return f(Config<Isa, head_dim, 2, false, fp8>());
     if constexpr (SharesAttention(head_dim, 1)) {
-      if (shares) return f(Config<Isa, head_dim, 1, true>());
+      if (shares) return f(Config<Isa, head_dim, 1, true, fp8>());
     }
-    return f(Config<Isa, head_dim, 1, false>());
+    return f(Config<Isa, head_dim, 1, false, fp8>());
+  };
+  const auto of_group = [&](auto head_dim) {
+    if constexpr (HasTileAttention(head_dim)) {
+      if (is_fp8) return of_cache(head_dim, std::true_type());
+    }
+    return is_fp8 ? cudaErrorInvalidValue : of_cache(head_dim, std::false_type());
   };
   switch (shape.head_dim) {
     case 64:
@@ -114,8 +121,8 @@ cudaError_t WithConfig(const AttentionShape& shape, bool shares, F f) {
 }  // namespace row_attention
 
 template <typename Isa>
-cudaError_t RowBlocks(const AttentionShape& shape, bool shares, int32_t* blocks) {
-  return row_attention::WithConfig<Isa>(shape, shares, [&](auto config) {
+cudaError_t RowBlocks(const AttentionShape& shape, bool shares, bool is_fp8, int32_t* blocks) {
+  return row_attention::WithConfig<Isa>(shape, shares, is_fp8, [&](auto config) {
     return row_attention::BlocksAtOnce<decltype(config)>(blocks);
   });
 }
@@ -123,7 +130,8 @@ cudaError_t RowBlocks(const AttentionShape& shape, bool shares, int32_t* blocks)
 template <typename Isa>
 cudaError_t LaunchRowAttention(const AttentionLaunch& launch, cudaStream_t stream) {
   const PagedAttentionParams& params = launch.params;
-  return row_attention::WithConfig<Isa>(params.shape, params.shares, [&](auto config) {
+  const bool is_fp8 = params.cache.factors != nullptr;
+  return row_attention::WithConfig<Isa>(params.shape, params.shares, is_fp8, [&](auto config) {
     return row_attention::Launch<decltype(config)>(launch, stream);
   });
 }

@@ -206,7 +206,7 @@ class PartRounds {
   // No more than registers hold: with items of several rows the compiler keeps fewer.
   static constexpr int kMost = C::shares ? 8192 : 20480;
   static constexpr int kBytes = C::stage_bytes / 2 < kMost ? C::stage_bytes / 2 : kMost;
-  static_assert(kBytes >= C::head_tiles * (8 * C::head_dim + 16) * int{sizeof(float)});
+  static_assert(kBytes >= C::part_bytes);
 
   // `places`, of a part, and `stride`, from one to the next, in units of 16 bytes.
   __device__ PartRounds(float* parts, int64_t stride, int places, int count)

@@ -38,6 +38,18 @@ struct Sm90Pages : Sm90Attention {
   __device__ static Policy EvictFirst() { return kernels::EvictFirst(); }
   __device__ static Policy EvictLast() { return kernels::EvictLast(); }
 
+  // The factors of a tile's keys (kind 0) or values (1), of KvCache::factors. Whole warp.
+  __device__ static void FetchFactors(const __nv_bfloat16* factors, int head_dim, int kind,
+                                      uint32_t destination, uint32_t barrier,
+                                      const TilePages& pages) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int page = __shfl_sync(0xFFFFFFFF, pages.page, (pages.page_lane + lane) % 32);
+    if (lane < pages.first || lane >= pages.end) return;
+    CopyBytes(destination + lane * kKvPageTokens * 2,
+              factors + FactorsAt(page, pages.kv_heads, pages.head, kind, head_dim),
+              kKvPageTokens * 2, barrier);
+  }
+
   // Keys to `destination`, values behind them. Whole warp.
   template <int kHeadDim>
   __device__ static void FetchPages(const Map& k, const Map& v, uint32_t destination,

@@ -9,151 +9,17 @@
 #include <cmath>
 
 #include "kernels/common/status.h"
-#include "kernels/decoder/attention_device.cuh"
+#include "kernels/decoder/attention_tiles.cuh"
+#include "kernels/decoder/attention_tiles_copy.cuh"
 #include "kernels/isa/barrier.cuh"
 #include "kernels/isa/dependent_launch.cuh"
 #include "kernels/isa/launch.h"
 #include "kernels/isa/shared.cuh"
 #include "kernels/isa/sm90/wgmma.cuh"
 #include "kernels/pipeline/ring.cuh"
-#include "kernels/pipeline/stage_barriers.cuh"
 
 namespace dorad::kernels {
 namespace tile_attention {
-
-constexpr int kTile = kAttentionTile;
-constexpr int kTilePages = kAttentionTilePages;
-constexpr int kGroups = 2;  // warpgroups that compute
-constexpr int kConsumers = 128 * kGroups;
-constexpr int kRegistersConsumer = 232;
-constexpr int kRegistersProducer = 40;
-constexpr int kAllBarrier = 1;    // named barriers: of both groups,
-constexpr int kGroupBarrier = 2;  // and of each
-
-template <typename Isa_, int kHeadDim>
-struct Config {
-  using Isa = Isa_;
-  using Tile = CacheTile<kHeadDim>;
-  // Hopper's copying warp is in a warpgroup of its own, because registers move by groups. Elsewhere
-  // one more warp would take a third of the registers: those that compute copy, too.
-  static constexpr int threads = kConsumers + (Isa::kHasCopyEngine ? 128 : 0);
-  static constexpr int fillers = Isa::kHasCopyEngine ? 1 : kConsumers / 32;
-  static_assert(Tile::kColumns == 64);
-  static constexpr int head_dim = kHeadDim;
-  static constexpr int tile_rows = AttentionTileRows(kHeadDim);
-  static constexpr int row_groups = tile_rows / 64;                 // of distinct rows
-  static constexpr int out_dims = kHeadDim * row_groups / kGroups;  // of a group
-  static constexpr int stage_bytes = 2 * Tile::kBytes;
-  static constexpr int stages =
-      Isa::kHasCopyEngine ? (kHeadDim > 128 ? 3 : 4) : 64 * 1024 / stage_bytes;
-  using Barriers = StageBarriers<Isa, stages>;
-  static constexpr int query_at = stages * stage_bytes;
-  static constexpr int ones_at = query_at + row_groups * Tile::kBytes;
-  static constexpr int barrier_at = ones_at + 1024;
-  static constexpr int shared_bytes = barrier_at + Barriers::kBytes + 1024;  // to align the stages
-  static_assert(shared_bytes <= Isa::kSharedBytes);
-};
-
-template <typename Isa>
-struct Args {
-  typename Isa::Map k, v;
-  AttentionLayout layout;
-  const __nv_bfloat16* q;
-  __nv_bfloat16* out;
-  const int32_t* pages;
-  const int32_t* reach;  // StepRows::reach
-  int32_t kv_heads;
-  int32_t group;
-  int32_t window;
-  float scale;  // · log2(e)
-};
-
-// The tile's positions: [begin, end) is the union over its rows.
-struct Span {
-  AttentionRowTile tile;
-  int head;
-  int begin, end;
-  __device__ int FirstTile() const { return begin / kTile; }
-  __device__ int EndTile() const { return (end + kTile - 1) / kTile; }
-};
-
-// Hopper's copying warp.
-template <typename C>
-__device__ void Produce(const Args<typename C::Isa>& p, const Span& span, uint32_t base) {
-  using Isa = typename C::Isa;
-  const int lane = threadIdx.x % 32;
-  const uint32_t full = base + C::barrier_at, empty = full + 8 * C::stages;
-  const typename Isa::Policy policy = Isa::EvictLast();
-  const int32_t* const pages = p.pages + span.tile.page_base;
-  RingPosition ring;
-  int page = 0;
-  for (int tile = span.FirstTile(); tile < span.EndTile(); ++tile) {
-    const int page_lane = (tile - span.FirstTile()) % 8 * kTilePages;
-    if (page_lane == 0) {
-      const int index = tile * kTilePages + lane;
-      page = index * kKvPageTokens < span.end ? pages[index] : 0;
-    }
-    const int first = max(span.begin / kKvPageTokens, tile * kTilePages) - tile * kTilePages;
-    const int end = min((span.end - 1) / kKvPageTokens - tile * kTilePages, kTilePages - 1) + 1;
-    BarrierWait(empty + 8 * ring.stage, ring.parity ^ 1);
-    if (lane == 0)
-      Isa::Expect(full + 8 * ring.stage, (end - first) * kKvPageTokens * C::head_dim * 4);
-    __syncwarp();
-    Isa::template FetchPages<C::head_dim>(
-        p.k, p.v, base + ring.stage * C::stage_bytes, full + 8 * ring.stage,
-        {page, page_lane, p.kv_heads, span.head, first, end}, policy);
-    ring.Advance(C::stages);
-  }
-}
-
-// Where there is no copy engine: the warp's share of the tiles that the warps of a block fetch for
-// each other, eight rows of each.
-template <typename C>
-class TileShare {
- public:
-  __device__ TileShare(const Args<typename C::Isa>& p, const Span& span, uint32_t base)
-      : p_(p), span_(span), base_(base) {}
-
-  // Keys, then values of each tile in turn, to a free stage.
-  __device__ void FetchKeys(int tile, int stage) {
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    const int turn = (tile - span_.FirstTile()) % 32;
-    if (turn == 0) {
-      const int index = (tile + lane) * kTilePages + Warp() / kWarpsOfPage;
-      const bool is_in = index >= span_.begin / kKvPageTokens && index * kKvPageTokens < span_.end;
-      pages_ = is_in ? p_.pages[span_.tile.page_base + index] : -1;
-    }
-    page_ = __shfl_sync(0xFFFFFFFF, pages_, turn);
-    Fetch(p_.k, base_ + stage * C::stage_bytes, base_ + C::barrier_at + 8 * stage);
-  }
-  __device__ void FetchValues(int stage) {
-    Fetch(p_.v, base_ + stage * C::stage_bytes + C::Tile::kBytes,
-          base_ + C::barrier_at + C::Barriers::kValues + 8 * stage);
-  }
-
- private:
-  static constexpr int kRows = kTile / (kConsumers / 32);
-  static constexpr int kWarpsOfPage = kKvPageTokens / kRows;
-
-  static __device__ int Warp() { return static_cast<int>(threadIdx.x / 32); }
-
-  __device__ void Fetch(const typename C::Isa::Map& cache, uint32_t to, uint32_t full) const {
-    if (page_ >= 0) {
-      const auto* const page =
-          C::Isa::template PageAt<C::head_dim>(cache, page_, p_.kv_heads, span_.head);
-      C::Isa::template FetchRows<C::head_dim, kRows>(
-          page + Warp() % kWarpsOfPage * kRows * C::head_dim,
-          to + Warp() * kRows * C::Tile::kRowBytes);
-    }
-    C::Isa::Complete(full);
-  }
-
-  const Args<typename C::Isa>& p_;
-  const Span& span_;
-  const uint32_t base_;
-  int pages_ = -1;  // of this warp's rows: the next 32 tiles, by lane
-  int page_ = -1;   // of the last tile whose keys were fetched
-};
 
 // The last position that a token of the tile sees.
 template <typename Isa>
@@ -179,7 +45,7 @@ __device__ void Consume(const Args<typename C::Isa>& p, const Span& span, uint8_
   const uint32_t q_at = base + C::query_at + row_group * Tile::kBytes;
   const int tile_rows = span.tile.tokens * p.group;
 
-  TileShare<C> share(p, span, base);
+  TileShare<C> share(p, span, shared, base);
   if constexpr (Isa::kApart) {
     for (int i = 0; i < C::stages && span.FirstTile() + i < span.EndTile(); ++i) {
       share.FetchKeys(span.FirstTile() + i, i);
@@ -387,6 +253,9 @@ __device__ void RunTileBlock(const Args<typename C::Isa>& p, uint8_t* shared) {
     Isa::Prefetch(p.k);
     Isa::Prefetch(p.v);
     C::Barriers::Init(base + C::barrier_at, C::fillers, kConsumers / 32);
+    if constexpr (C::has_codes) {
+      C::CodeBarriers::Init(base + C::code_barrier_at, 1, C::converters / 32);
+    }
     BarrierInitFence();
   }
   if (threadIdx.x < 256) {
@@ -410,7 +279,11 @@ __device__ void RunTileBlock(const Args<typename C::Isa>& p, uint8_t* shared) {
     Consume<C>(p, span, shared, base);
   } else {
     DecreaseRegisters<kRegistersProducer>();
-    if (threadIdx.x < kConsumers + 32) Produce<C>(p, span, base);
+    if (threadIdx.x < kConsumers + 32) {
+      Produce<C>(p, span, base);
+    } else if constexpr (C::has_codes) {
+      Convert<C>(span, shared, base);
+    }
   }
 }
 
@@ -421,13 +294,14 @@ __global__ void __launch_bounds__(C::threads, 1)
   RunTileBlock<C>(p, DynamicShared<1024>());
 }
 
-template <typename Isa, int kHeadDim>
-cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
-  using C = Config<Isa, kHeadDim>;
+template <typename Isa, int kHeadDim, bool kFp8>
+cudaError_t LaunchAs(const AttentionLaunch& launch, cudaStream_t stream) {
+  using C = Config<Isa, kHeadDim, kFp8>;
   const PagedAttentionParams& params = launch.params;
   Args<Isa> args;
-  DORAD_CUDA_RETURN_IF_ERROR(Isa::template Encode<kHeadDim>(params.cache.k, &args.k));
-  DORAD_CUDA_RETURN_IF_ERROR(Isa::template Encode<kHeadDim>(params.cache.v, &args.v));
+  DORAD_CUDA_RETURN_IF_ERROR(Isa::template Encode<C::cache_dim>(params.cache.k, &args.k));
+  DORAD_CUDA_RETURN_IF_ERROR(Isa::template Encode<C::cache_dim>(params.cache.v, &args.v));
+  args.factors = params.cache.factors;
   args.layout = launch.layout;
   args.q = params.q;
   args.out = params.out;
@@ -442,6 +316,12 @@ cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
   const int32_t blocks = params.rows.rows / least_tokens * args.kv_heads;
   if (blocks == 0) return cudaSuccess;
   return LaunchEarly(TileAttentionKernel<C>, blocks, C::threads, C::shared_bytes, stream, args);
+}
+
+template <typename Isa, int kHeadDim>
+cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
+  return launch.params.cache.factors == nullptr ? LaunchAs<Isa, kHeadDim, false>(launch, stream)
+                                                : LaunchAs<Isa, kHeadDim, true>(launch, stream);
 }
 
 }  // namespace tile_attention

@@ -4,9 +4,9 @@
 // append before it, both after each other, in one launch (decodes), and that with common pages
 // always and never read together. The bytes of common pages count once.
 //
-//   kernels_attention_bench [mma] [filter: a part of the case's name]
+//   kernels_attention_bench [mma] [fp8] [filter: a part of the case's name]
 //
-// With `mma`, by the instructions that all GPUs have.
+// With `mma`, by the instructions that all GPUs have; with `fp8`, of a cache in eight bits.
 #include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
 
@@ -107,9 +107,12 @@ std::vector<Run> Join(std::vector<Run> runs, const std::vector<Run>& more) {
 int main(int argc, char** argv) {
   std::string filter;
   auto isa = dorad::kernels::KernelIsa::kSm90;
+  bool is_fp8 = false;
   for (int i = 1; i < argc; ++i) {
     if (std::string(argv[i]) == "mma") {
       isa = dorad::kernels::KernelIsa::kMma;
+    } else if (std::string(argv[i]) == "fp8") {
+      is_fp8 = true;
     } else {
       filter = argv[i];
     }
@@ -123,6 +126,15 @@ int main(int argc, char** argv) {
   Fill(cache, 2 * kLayers * plane);
   const double copy = CopyBandwidth(stream, cache, cache + half, half);
   std::printf("copy %.2f TB/s\n", copy);
+  // In eight bits: a layer's keys, values and factors, half a plane each. Factors of 2^-5 and more.
+  const auto cache_of = [=](int layer) {
+    Bf16* const k = cache + 2 * layer * plane;
+    if (!is_fp8) return dorad::kernels::KvCache{k, k + plane};
+    return dorad::kernels::KvCache{k, k + plane / 2, k + plane};
+  };
+  for (int layer = 0; is_fp8 && layer < kLayers; ++layer) {
+    Check(cudaMemset(cache_of(layer).factors, 0x79, plane));
+  }
 
   const int max_rows = 4096;
   const int64_t width = int64_t{kShape.heads} * kShape.head_dim;
@@ -182,7 +194,8 @@ int main(int argc, char** argv) {
         pages.push_back(at < common ? pages[page_begin[s - 1] + at / kKvPageTokens]
                                     : shuffled[next_page++ % kPages]);
       }
-      bytes += int64_t{4} * (length - common) * kShape.kv_heads * kShape.head_dim;
+      bytes += int64_t{2} * (length - common) * kShape.kv_heads *
+               (is_fp8 ? kShape.head_dim + 2 : 2 * kShape.head_dim);
       has_runs = has_runs || c.runs[s].rows > 1;
       for (int r = 0; r < c.runs[s].rows; ++r) {
         positions.push_back(c.runs[s].first + r);
@@ -209,6 +222,7 @@ int main(int argc, char** argv) {
       params.split = split;
       params.shares = shares;
       params.isa = isa;
+      params.is_fp8 = is_fp8;
       params.workspace = {workspace, workspace_bytes, max_rows};
       Check(PlanAttention(params, stream));
     };
@@ -217,7 +231,7 @@ int main(int argc, char** argv) {
       params.rows = rows;
       params.shape = kShape;
       params.q = q;
-      params.cache = {cache + 2 * layer * plane, cache + (2 * layer + 1) * plane};
+      params.cache = cache_of(layer);
       params.softmax_scale = 1.0f / std::sqrt(128.0f);
       params.row_tiles = has_runs;
       params.isa = isa;
@@ -235,7 +249,7 @@ int main(int argc, char** argv) {
       params.eps = 1e-6f;
       params.cos = params.sin = angles;
       params.q = q;
-      params.cache = {cache + 2 * layer * plane, cache + (2 * layer + 1) * plane};
+      params.cache = cache_of(layer);
       return params;
     };
     const int replays = has_runs ? 3 : 9;

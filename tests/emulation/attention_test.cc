@@ -12,6 +12,7 @@
 #include "kernels/decoder/attention_layout.h"
 #include "kernels/decoder/attention_simple.h"
 #include "tests/emulation/emulator.h"
+#include "tests/unit/kernels/fp8_cache.h"
 
 namespace dorad::kernels {
 
@@ -33,6 +34,7 @@ struct Case {
   std::vector<std::pair<int, int>> runs;
   bool sees_run = false;
   int common = 0;  // positions whose pages all sequences have in common
+  bool is_fp8 = false;
 };
 
 void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
@@ -77,6 +79,7 @@ class Step {
     }
     q_.resize(positions_.size() * heads * dim);
     for (Bf16& x : q_) x = __float2bfloat16(normal(random_));
+    if (c.is_fp8) RoundToFp8(pages);
   }
 
   struct How {
@@ -85,9 +88,11 @@ class Step {
     bool appends = false;
     bool shares = false;
     bool tiles = false;
+    bool as_bf16 = false;  // from the numbers that a cache in eight bits stands for
   };
   std::vector<Bf16> Run(const How& how) {
     const int count = static_cast<int>(positions_.size());
+    const bool is_fp8 = case_.is_fp8 && !how.as_bf16;
     StepRows rows;
     rows.rows = count;
     rows.positions = positions_.data();
@@ -112,15 +117,19 @@ class Step {
     plan.shares = how.shares;
     plan.split = how.split;
     plan.isa = isa_;
+    plan.is_fp8 = is_fp8;
     plan.workspace = workspace;
     EXPECT_EQ(PlanAttention(plan, nullptr), cudaSuccess);
 
-    std::vector<Bf16> k = k_, v = v_, out(q_.size(), __float2bfloat16(NAN)), qkv;
+    const std::vector<Bf16>& whole_k = is_fp8 ? codes_[0] : k_;
+    const std::vector<Bf16>& whole_v = is_fp8 ? codes_[1] : v_;
+    std::vector<Bf16> k = whole_k, v = whole_v, factors = factors_,
+                      out(q_.size(), __float2bfloat16(NAN)), qkv;
     PagedAttentionParams params;
     params.rows = rows;
     params.shape = case_.shape;
     params.q = q_.data();
-    params.cache = {k.data(), v.data()};
+    params.cache = {k.data(), v.data(), is_fp8 ? factors.data() : nullptr};
     params.softmax_scale = scale();
     params.window = case_.window;
     params.row_tiles = how.tiles;
@@ -130,7 +139,7 @@ class Step {
     params.out = out.data();
     const std::vector<float> cos(kMostPositions * 128, 1.0f), sin(kMostPositions * 128, 0.0f);
     if (how.appends) {
-      qkv = TakeFromCache(&k, &v);
+      qkv = TakeFromCache(&k, &v, &factors, is_fp8);
       RopeAppendParams append;
       append.rows = rows;
       append.shape = case_.shape;
@@ -152,8 +161,9 @@ class Step {
     EXPECT_TRUE(std::all_of(
         parts, parts + size_t{1} * layout.slots * case_.shape.kv_heads * layout.part_floats,
         [](uint32_t x) { return x == kNoPart; }));
-    EXPECT_EQ(std::memcmp(k.data(), k_.data(), k.size() * sizeof(Bf16)), 0);
-    EXPECT_EQ(std::memcmp(v.data(), v_.data(), v.size() * sizeof(Bf16)), 0);
+    EXPECT_EQ(std::memcmp(k.data(), whole_k.data(), k.size() * sizeof(Bf16)), 0);
+    EXPECT_EQ(std::memcmp(v.data(), whole_v.data(), v.size() * sizeof(Bf16)), 0);
+    EXPECT_EQ(std::memcmp(factors.data(), factors_.data(), factors.size() * sizeof(Bf16)), 0);
     return out;
   }
 
@@ -204,18 +214,57 @@ class Step {
            case_.shape.head_dim;
   }
 
+  // Codes and factors, and what they stand for instead of the numbers. Numbers of one position and
+  // head differ by up to 2^16, so that some codes are zeros and some below the least exponent.
+  void RoundToFp8(int pages) {
+    const auto [heads, kv_heads, dim] = case_.shape;
+    Fp8Cache cache(case_.shape, pages);
+    std::uniform_real_distribution<float> size(-8.0f, 8.0f);
+    for (int64_t page = 0; page < pages; ++page) {
+      for (int at = 0; at < kv_heads * kKvPageTokens; ++at) {
+        for (const Kind kind : {kKey, kValue}) {
+          Bf16* const from =
+              (kind == kKey ? k_ : v_).data() + (page * kv_heads * kKvPageTokens + at) * dim;
+          if (std::isnan(__bfloat162float(from[0]))) continue;  // unused
+          std::vector<float> x(dim);
+          for (int d = 0; d < dim; ++d) {
+            x[d] = __bfloat162float(from[d]) * (d % 3 == 0 ? std::exp2(size(random_)) / 64 : 1.0f);
+          }
+          // Rounding may make a smaller scale enough; then what is appended would get that.
+          for (int i = 0; i < 2; ++i) {
+            for (float& value : x)
+              value += 0.0f;  // no negative zeros: rotation may turn their sign
+            cache.Put(kind, page, at / kKvPageTokens, at % kKvPageTokens, x.data());
+          }
+          for (int d = 0; d < dim; ++d) from[d] = __float2bfloat16(x[d]);
+        }
+      }
+    }
+    for (const Kind kind : {kKey, kValue}) codes_[kind] = cache.Codes(kind);
+    factors_ = cache.factors();
+  }
+
   // The rows' queries, keys and values for AppendAttention; their places in the cache become NaN.
   // Rows turn by no angle: what is appended is what was there.
-  std::vector<Bf16> TakeFromCache(std::vector<Bf16>* k, std::vector<Bf16>* v) const {
+  std::vector<Bf16> TakeFromCache(std::vector<Bf16>* k, std::vector<Bf16>* v,
+                                  std::vector<Bf16>* factors, bool is_fp8) const {
     const auto [heads, kv_heads, dim] = case_.shape;
     std::vector<Bf16> qkv;
     for (size_t row = 0; row < positions_.size(); ++row) {
       qkv.insert(qkv.end(), q_.begin() + row * heads * dim, q_.begin() + (row + 1) * heads * dim);
-      for (std::vector<Bf16>* cache : {k, v}) {
+      for (const Kind kind : {kKey, kValue}) {
+        const std::vector<Bf16>& from = kind == kKey ? k_ : v_;
+        std::vector<Bf16>& cache = *(kind == kKey ? k : v);
         for (int head = 0; head < kv_heads; ++head) {
-          const auto at = cache->begin() + At(sequences_[row], positions_[row], head);
-          qkv.insert(qkv.end(), at, at + dim);
-          std::fill(at, at + dim, __float2bfloat16(NAN));
+          const int64_t place = At(sequences_[row], positions_[row], head);
+          qkv.insert(qkv.end(), from.begin() + place, from.begin() + place + dim);
+          const int width = is_fp8 ? 2 : 1;
+          std::fill_n(cache.begin() + place / width, dim / width, __float2bfloat16(NAN));
+          if (!is_fp8) continue;
+          const int64_t page = place / dim / kKvPageTokens / kv_heads;
+          (*factors)[Fp8Cache(case_.shape, 0)
+                         .FactorAt(kind, page, head, positions_[row] % kKvPageTokens)] =
+              __float2bfloat16(NAN);
         }
       }
     }
@@ -227,6 +276,7 @@ class Step {
   std::mt19937& random_;
   std::vector<int32_t> sequences_, positions_, reach_;  // of rows
   std::vector<Bf16> k_, v_, q_;
+  std::vector<Bf16> codes_[2], factors_;  // in eight bits, codes by two
   std::vector<int32_t> pages_, page_begin_;
 };
 
@@ -277,7 +327,12 @@ TEST_P(EmulatedAttention, HasTheSameBitsInAllWays) {
     if (how.shares) name += "common pages together, ";
     expect_same(name, how);
   }
-  if (!HasTileAttention(c.shape)) return;
+  if (c.is_fp8) {
+    Step::How how;
+    how.as_bf16 = true;
+    expect_same("from bf16", how);
+  }
+  if (!HasTileAttention(c.shape.head_dim)) return;
   Step::How how;
   how.tiles = true;
   expect_same("in tiles", how);
@@ -321,6 +376,17 @@ std::vector<Case> Cases() {
       {"CommonChunks", {4, 2, 64}, 0, {{400, 401}, {300, 301}, {275, 276}}, false, 272});
   cases.push_back({"CommonOfOneSequence", {4, 2, 64}, 0, {{300, 306}}, false, 256});
   cases.push_back({"CommonDim256Wide", {16, 1, 256}, 0, sharing(2), false, 128});
+  cases.push_back({"Fp8Dim64", {8, 2, 64}, 0, singles, false, 0, true});
+  cases.push_back({"Fp8Dim64Wide", {12, 1, 64}, 0, {{40, 41}, {270, 271}}, false, 0, true});
+  cases.push_back({"Fp8Dim128", {6, 2, 128}, 0, singles, false, 0, true});
+  cases.push_back({"Fp8Dim128Wide", {12, 1, 128}, 0, {{40, 41}, {270, 271}}, false, 0, true});
+  cases.push_back({"Fp8Dim256", {4, 2, 256}, 0, {{5, 6}, {130, 131}}, false, 0, true});
+  cases.push_back({"Fp8Window", {4, 2, 64}, 100, singles, false, 0, true});
+  cases.push_back({"Fp8Run64", {4, 2, 64}, 0, {{0, 40}, {100, 170}}, false, 0, true});
+  cases.push_back({"Fp8Run128", {4, 2, 128}, 0, {{0, 20}, {230, 300}}, false, 0, true});
+  cases.push_back({"Fp8Run256", {4, 1, 256}, 0, {{0, 20}, {190, 210}}, false, 0, true});
+  cases.push_back({"Fp8RunInWindow", {4, 1, 64}, 90, {{250, 290}}, false, 0, true});
+  cases.push_back({"Fp8Common", {8, 2, 128}, 0, sharing(9), false, 128, true});
   return cases;
 }
 

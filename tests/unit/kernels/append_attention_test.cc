@@ -19,6 +19,14 @@ TEST_F(AttentionEdges, RefusesWhatItCannotHold) {
   DeviceBuffer<char> small(1000);
   plan.workspace = {small.get(), 1000, 1000};
   EXPECT_EQ(PlanAttention(plan, nullptr), cudaErrorInvalidValue);
+  // No cache in eight bits for other shapes, or parts of heads that no pairs turn.
+  EXPECT_FALSE(HasFp8Attention({4, 4, 80}, 80));
+  EXPECT_FALSE(HasFp8Attention({17, 1, 128}, 128));
+  EXPECT_FALSE(HasFp8Attention({4, 4, 256}, 160));
+  EXPECT_TRUE(HasFp8Attention({4, 4, 256}, 64));
+  params.shape = {4, 4, 80};
+  params.cache.factors = reinterpret_cast<Bf16*>(small.get());
+  EXPECT_EQ(PagedAttention(params, nullptr), cudaErrorInvalidValue);
 }
 
 // A projection's heads, and the part of them that turns.
@@ -140,6 +148,89 @@ TEST_F(AttentionEdges, RopeAppendWritesQueriesAndTheCache) {
   }
 }
 
+// Codes and factors stand for what is written in bf16.
+TEST_F(AttentionEdges, RopeAppendRoundsToEightBits) {
+  for (const AttentionShape& shape :
+       {AttentionShape{6, 2, 128}, AttentionShape{3, 3, 64}, AttentionShape{2, 1, 256}}) {
+    for (const int rows : {3, 100}) {  // few and many: by one head and by four
+      const auto [heads, kv_heads, dim] = shape;
+      const int all = heads + 2 * kv_heads;
+      std::mt19937 random(dim);
+      std::normal_distribution<float> normal;
+      std::vector<Bf16> qkv(int64_t{rows} * all * dim);
+      for (size_t i = 0; i < qkv.size(); ++i) {
+        const auto head = static_cast<int>(i / dim);
+        // Heads of all sizes, one of zeros, and one with a number far from the others.
+        float x = normal(random) * std::exp2(static_cast<float>(head * 7 % 41 - 30));
+        if (head == all - 1) x = 0.0f;
+        if (head == 2 * all - 1 && i % dim == 5) x = 1e4f;
+        qkv[i] = __float2bfloat16(x);
+      }
+      std::vector<int32_t> positions, sequences, pages;
+      for (int r = 0; r < rows; ++r) {
+        positions.push_back(r);
+        sequences.push_back(0);
+        if (r % kKvPageTokens == 0) pages.push_back(r / kKvPageTokens);
+      }
+      std::reverse(pages.begin(), pages.end());
+      std::vector<float> cos(rows * dim / 2), sin(cos.size());
+      for (size_t i = 0; i < cos.size(); ++i) {
+        cos[i] = std::cos(static_cast<float>(i));
+        sin[i] = std::sin(static_cast<float>(i));
+      }
+      const DeviceBuffer<Bf16> d_qkv(qkv), q(int64_t{rows} * heads * dim);
+      const DeviceBuffer<float> d_cos(cos), d_sin(sin);
+      const DeviceBuffer<int32_t> d_positions(positions), d_sequences(sequences),
+          begin(std::vector<int32_t>{0}), d_pages(pages);
+      const auto count = static_cast<int64_t>(pages.size());
+      const DeviceBuffer<Bf16> k(count * kv_heads * kKvPageTokens * dim), v(k.size());
+      Fp8Cache cache(shape, count);
+      const Fp8Cache::OnDevice on_device(cache);
+      RopeAppendParams params;
+      params.rows = {rows,        nullptr,      d_positions.get(), d_sequences.get(),
+                     begin.get(), d_pages.get()};
+      params.shape = shape;
+      params.qkv = d_qkv.get();
+      params.cos = d_cos.get();
+      params.sin = d_sin.get();
+      params.q = q.get();
+      for (const KvCache& to : {KvCache{k.get(), v.get()}, on_device.cache()}) {
+        params.cache = to;
+        DORAD_ASSERT_CUDA(RopeAppend(params, nullptr));
+      }
+      DORAD_ASSERT_CUDA(cudaDeviceSynchronize());
+      on_device.Read(&cache);
+      const std::vector<Bf16> values[] = {k.Read(), v.Read()};
+      for (int r = 0; r < rows; ++r) {
+        const int64_t page = pages[r / kKvPageTokens];
+        const int place = r % kKvPageTokens;
+        for (int head = 0; head < kv_heads; ++head) {
+          for (const Kind kind : {kKey, kValue}) {
+            const Bf16* const x =
+                values[kind].data() + ((page * kv_heads + head) * kKvPageTokens + place) * dim;
+            float most = 0.0f, most_code = 0.0f;
+            for (int d = 0; d < dim; ++d) {
+              most = std::max(most, std::abs(__bfloat162float(x[d])));
+              const auto code = static_cast<float>(cache.Code(kind, page, head, place, d));
+              most_code = std::max(most_code, std::abs(code));
+            }
+            EXPECT_EQ(most_code > 220.0f, most > 0.0f) << "all of the codes' range is used";
+            for (int d = 0; d < dim; ++d) {
+              const float want = __bfloat162float(x[d]);
+              const float got = cache.Get(kind, page, head, place, d);
+              // Half of a place of three bits, and bf16's own; below 2^-6 of e4m3's unit all are
+              // 2^-9 apart.
+              ASSERT_NEAR(got, want,
+                          std::abs(want) * (1.0f / 16 + 1.0f / 256) + most / 448 * 0.004f)
+                  << dim << " row " << r << " kind " << kind << " dim " << d;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 using AppendAttentionTest = IsaTest;
 
 DORAD_FOR_EACH_ISA(AppendAttentionTest);
@@ -160,8 +251,13 @@ TEST_P(AppendAttentionTest, IsBothInOne) {
                           {{4, 1, 128}, 32, true}}) {
     for (const bool has_norm : {true, false}) {
       const int window = has_norm ? 0 : 100;
-      for (const size_t rows : {size_t{1}, lengths.size(), size_t{90}}) {
+      for (const auto& [rows, is_fp8] : {std::pair(size_t{1}, false),
+                                         {lengths.size(), false},
+                                         {size_t{90}, false},
+                                         {lengths.size(), true},
+                                         {size_t{90}, true}}) {
         const auto [heads, kv_heads, dim] = of.shape;
+        if (is_fp8 && !HasFp8Attention(of.shape, of.width)) continue;
         const int half = of.turned() / 2;
         std::mt19937 random(static_cast<uint32_t>(rows) + dim);
         std::normal_distribution<float> normal;
@@ -195,7 +291,12 @@ TEST_P(AppendAttentionTest, IsBothInOne) {
           return values;
         };
         const int64_t plane = int64_t{page_count} * kv_heads * kKvPageTokens * dim;
+        // In eight bits: any codes.
         const std::vector<Bf16> cache = rounded(plane);
+        std::vector<Bf16> factors(plane / 2);
+        for (Bf16& x : factors) {
+          x = __float2bfloat16(std::ldexp(1.0f, 112 + static_cast<int>(random() % 3)));
+        }
         const DeviceBuffer<Bf16> qkv(rounded(static_cast<int64_t>(rows) * of.all() * dim));
         const DeviceBuffer<Bf16> other_qkv(rounded(static_cast<int64_t>(rows) * of.all() * dim));
         const DeviceBuffer<float> q_norm(normals(dim)), k_norm(normals(dim)),
@@ -207,7 +308,7 @@ TEST_P(AppendAttentionTest, IsBothInOne) {
         std::vector<std::vector<Bf16>> results;
         for (const bool in_one : {false, true}) {
           for (const AttentionSplit split : {AttentionSplit::kByLoad, AttentionSplit::kAlways}) {
-            const DeviceBuffer<Bf16> k(cache), v(cache), q(rows * heads * dim),
+            const DeviceBuffer<Bf16> k(cache), v(cache), f(factors), q(rows * heads * dim),
                 out(rows * heads * dim);
             RopeAppendParams append;
             append.rows = {static_cast<int32_t>(rows),
@@ -226,7 +327,7 @@ TEST_P(AppendAttentionTest, IsBothInOne) {
             append.cos = cos.get();
             append.sin = sin.get();
             append.q = q.get();
-            append.cache = {k.get(), v.get()};
+            append.cache = {k.get(), v.get(), is_fp8 ? f.get() : nullptr};
             AttentionPlanParams plan;
             plan.rows = append.rows;
             plan.shape = of.shape;
@@ -235,6 +336,7 @@ TEST_P(AppendAttentionTest, IsBothInOne) {
             plan.split = split;
             plan.shares = in_one;
             plan.isa = GetParam();
+            plan.is_fp8 = is_fp8;
             plan.workspace = {bytes == 0 ? nullptr : workspace.get(), bytes,
                               static_cast<int32_t>(rows)};
             DORAD_ASSERT_CUDA(PlanAttention(plan, nullptr));
@@ -262,7 +364,7 @@ TEST_P(AppendAttentionTest, IsBothInOne) {
             }
             DORAD_ASSERT_CUDA(cudaDeviceSynchronize());
             std::vector<Bf16> result = out.Read();
-            for (const auto* buffer : {&k, &v}) {
+            for (const auto* buffer : {&k, &v, &f}) {
               const std::vector<Bf16> values = buffer->Read();
               result.insert(result.end(), values.begin(), values.end());
             }
@@ -274,7 +376,7 @@ TEST_P(AppendAttentionTest, IsBothInOne) {
               std::memcmp(results[i].data(), results[0].data(), results[0].size() * sizeof(Bf16)),
               0)
               << "head_dim " << dim << ", width " << of.turned() << ", " << rows << " rows, norm "
-              << has_norm << ", window " << window << ", way " << i;
+              << has_norm << ", window " << window << ", fp8 " << is_fp8 << ", way " << i;
         }
       }
     }

@@ -16,6 +16,7 @@
 
 #include "kernels/decoder/attention.h"
 #include "tests/unit/kernels/device.h"
+#include "tests/unit/kernels/fp8_cache.h"
 
 namespace dorad::kernels {
 
@@ -47,6 +48,7 @@ struct Case {
   int window = 0;
   std::vector<Run> runs;
   KernelIsa isa = KernelIsa::kSm90;
+  bool is_fp8 = false;  // the cache
 };
 
 inline void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
@@ -101,6 +103,7 @@ class Step {
         }
       }
     }
+    if (c.is_fp8) RoundToFp8(random, pages);
     device_k_ = std::make_unique<DeviceBuffer<Bf16>>(k_);
     device_v_ = std::make_unique<DeviceBuffer<Bf16>>(v_);
     device_pages_ = std::make_unique<DeviceBuffer<int32_t>>(pages_);
@@ -116,6 +119,7 @@ class Step {
     AttentionSplit split = AttentionSplit::kByLoad;
     bool shares = true;
     size_t workspace = ~size_t{0};  // bytes at most
+    bool as_bf16 = false;           // from the numbers that a cache in eight bits stands for
   };
   // Of the rows named, in that order.
   void Compute(const std::vector<int>& which, const How& how, Bits* out) const {
@@ -147,6 +151,7 @@ class Step {
     params.shape = case_.shape;
     params.q = device_q.get();
     params.cache = {device_k_->get(), device_v_->get()};
+    if (case_.is_fp8 && !how.as_bf16) params.cache = device_fp8_->cache();
     params.softmax_scale = scale();
     params.window = case_.window;
     params.row_tiles = how.row_tiles;
@@ -163,6 +168,7 @@ class Step {
       plan.split = how.split;
       plan.shares = how.shares;
       plan.isa = case_.isa;
+      plan.is_fp8 = params.cache.factors != nullptr;
       plan.workspace = params.workspace;
       DORAD_ASSERT_CUDA(PlanAttention(plan, nullptr));
       // As layers do: more than one launch for a plan.
@@ -223,6 +229,31 @@ class Step {
   }
 
  private:
+  // Heads of different sizes.
+  void RoundToFp8(std::mt19937& random, int pages) {
+    const auto [heads, kv_heads, dim] = case_.shape;
+    Fp8Cache cache(case_.shape, pages);
+    std::uniform_real_distribution<float> size(-1.0f, 1.0f);
+    for (size_t s = 0; s < page_begin_.size(); ++s) {
+      const Run& run = case_.runs[s];
+      for (int position = run.common; position < run.first + run.rows; ++position) {
+        for (int head = 0; head < kv_heads; ++head) {
+          const int64_t at = At(static_cast<int>(s), position, head);
+          const int64_t page = pages_[page_begin_[s] + position / kKvPageTokens];
+          for (const Kind kind : {kKey, kValue}) {
+            Bf16* const from = (kind == kKey ? k_ : v_).data() + at;
+            const float by = std::exp2((kind == kKey ? 1.0f : 20.0f) * size(random));
+            std::vector<float> x(dim);
+            for (int d = 0; d < dim; ++d) x[d] = __bfloat162float(from[d]) * by;
+            cache.Put(kind, page, head, position % kKvPageTokens, x.data());
+            for (int d = 0; d < dim; ++d) from[d] = __float2bfloat16(x[d]);
+          }
+        }
+      }
+    }
+    device_fp8_ = std::make_unique<Fp8Cache::OnDevice>(cache);
+  }
+
   int64_t At(int sequence, int position, int kv_head) const {
     const int64_t page = pages_[page_begin_[sequence] + position / kKvPageTokens];
     return ((page * case_.shape.kv_heads + kv_head) * kKvPageTokens + position % kKvPageTokens) *
@@ -233,6 +264,7 @@ class Step {
   std::vector<Bf16> k_, v_, q_;
   std::vector<int32_t> pages_, page_begin_, positions_, sequences_, reach_;
   std::unique_ptr<DeviceBuffer<Bf16>> device_k_, device_v_;
+  std::unique_ptr<Fp8Cache::OnDevice> device_fp8_;
   std::unique_ptr<DeviceBuffer<int32_t>> device_pages_, device_page_begin_;
 };
 
