@@ -17,8 +17,12 @@ KvSizes KvSizesOf(const Config& config, const model::ModelConfig& model) {
   return CpuKvSizes(config, model);
 }
 
-absl::Status CheckDevice(const Config& config, [[maybe_unused]] const model::ModelConfig& model) {
-  if (config.model.device == "cpu") return absl::OkStatus();
+absl::Status CheckDevice(const Config& config, const model::ModelConfig& model) {
+  if (config.model.device == "cpu") {
+    if (!model.fp8_kv) return absl::OkStatus();
+    return MakeInvalid("engine", {{"engine.kv_dtype", "KV_DTYPE_UNSUPPORTED",
+                                   "fp8 needs a GPU (model.device is cpu)"}});
+  }
 #ifdef DORAD_CUDA
   return CheckCudaConfig(config, model);
 #else
@@ -65,6 +69,7 @@ const Backend::DeviceChoice& Backend::ChooseDevice() {
 
 absl::StatusOr<model::ModelConfig> Backend::ReadModel(const Config& config) {
   DORAD_ASSIGN_OR_RETURN(model::ModelConfig model, model::ReadModelConfig(config.model.path));
+  model.fp8_kv = config.engine.kv_dtype == "fp8";
 #ifdef DORAD_CUDA
   const std::string& device = config.model.device;
   if (model.vision && (device == "auto" ? ChooseDevice().name : device) != "cpu" &&

@@ -131,6 +131,8 @@ struct ModelConfig {
   // Of images and videos in prompts: placeholders and their frames.
   std::vector<int32_t> image_token_ids;
   std::vector<int32_t> eos_token_ids;  // of generation_config.json, else of config.json
+  // The cache has keys and values in eight bits, not in the dtype of computation (engine.kv_dtype).
+  bool fp8_kv = false;
 
   int64_t q_size() const { return num_heads * head_dim; }
   int64_t kv_size() const { return num_kv_heads * head_dim; }

@@ -80,6 +80,7 @@ struct Options {
   int64_t sequences = 0;
   int64_t length = 8192;
   std::string instruction_set = "auto";
+  bool fp8_kv = false;
 };
 
 std::string Usage() {
@@ -103,6 +104,7 @@ Times steps of a model with random weights on the GPU; prints a JSON line for ea
                        256 tokens after each: the memory of their keys and values (0, for none)
   --length N           tokens of each of them at its end (8192)
   --isa NAME           of the kernels: auto, sm90 or mma (auto)
+  --kv NAME            the KV cache: auto or fp8 (auto)
 
 Shapes: )",
                       absl::StrJoin(bench::ModelShapeNames(), ", "), "\n");
@@ -171,6 +173,11 @@ Options Parse(const std::vector<std::string>& arguments) {
         Refuse(absl::StrCat(name, " takes auto, sm90 or mma, not ", value));
       }
       options.instruction_set = value;
+    } else if (name == "--kv") {
+      if (value != "auto" && value != "fp8") {
+        Refuse(absl::StrCat(name, " takes auto or fp8, not ", value));
+      }
+      options.fp8_kv = value == "fp8";
     } else {
       Refuse(absl::StrCat("unknown option ", name));
     }
@@ -193,7 +200,8 @@ struct Case {
 class Bench {
  public:
   explicit Bench(Options options) : options_(std::move(options)) {
-    const model::ModelConfig config = Must(bench::ReadModelShape(options_.shape, options_.layers));
+    model::ModelConfig config = Must(bench::ReadModelShape(options_.shape, options_.layers));
+    config.fp8_kv = options_.fp8_kv;
     Must(OpenDevice().status());
     bandwidth_ = CopyBandwidth();
     const kernels::KernelIsa isa = Must(ChooseIsa(options_.instruction_set));

@@ -29,6 +29,7 @@ SETUPS = [
     ("qwen3", "bf16"),
     ("gemma3_text", "bf16"),
     ("qwen35_text", "bf16"),
+    ("qwen3", "fp8"),  # of the KV cache, beside bf16
 ]
 
 
@@ -128,9 +129,12 @@ def setup(request, zoo):
     family, compute = request.param
     if device() == "cuda" and compute == "fp32":
         pytest.skip("a GPU computes in bf16")
+    if device() == "cpu" and compute == "fp8":
+        pytest.skip("needs a GPU")
     folders = {kind.replace("_", "-"): zoo.adapter(family, kind) for kind in KINDS}
     settings = {
-        "model.compute_dtype": compute,
+        "model.compute_dtype": "bf16" if compute == "fp8" else compute,
+        "engine.kv_dtype": "fp8" if compute == "fp8" else "auto",
         "engine.deterministic": True,
         "engine.kv_bytes": 16 << 20,
     }
@@ -160,8 +164,11 @@ def few_pages(setup: Setup) -> int:
     config = config_of(setup)
     heads = config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    size = 2 if setup.settings["model.compute_dtype"] == "bf16" else 4
     layers = config["num_hidden_layers"]
+    if setup.settings["engine.kv_dtype"] == "fp8":  # factors lie beside keys and values
+        planes = 2 * layers + -(-layers // (head_dim // 4))
+        return 14 * planes * heads * head_dim * 16
+    size = 2 if setup.settings["model.compute_dtype"] == "bf16" else 4
     block = heads * head_dim * 16 * size
     if "linear_num_value_heads" not in config:
         return (7 if config.get("sliding_window") else 14) * 2 * layers * block

@@ -251,6 +251,7 @@ BAD, UNIX = "{folder}/bad.yaml", "unix:{folder}/s"
         ({"adapters.store_path": BAD}, "STORE_UNAVAILABLE"),
         ({"engine.kv_bytes": 1}, "KV_TOO_SMALL"),
         ({"engine.kv_bytes": "900TiB", "model.device": "cpu"}, "OUT_OF_MEMORY"),
+        ({"engine.kv_dtype": "fp8", "model.device": "cpu"}, "KV_DTYPE_UNSUPPORTED"),
         ({"adapters.preload.Bad Name": "{adapter}"}, "ADAPTER_NAME_INVALID"),
         ({"security.tokens_file": "{folder}/none.yaml"}, "FILE_NOT_FOUND"),
         ({"security.tokens_file": BAD}, "TOKENS_"),

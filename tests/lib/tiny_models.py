@@ -296,7 +296,8 @@ FAMILIES = [
         ),
         dtype=torch.bfloat16,
     ),
-    Family("qwen3", _qwen3(head_dim=32, num_key_value_heads=2, rope_parameters=_rope(theta=1e6))),
+    # Heads of a GPU's fast attention.
+    Family("qwen3", _qwen3(head_dim=64, num_key_value_heads=2, rope_parameters=_rope(theta=1e6))),
     Family(
         "qwen3_tied",
         _qwen3(

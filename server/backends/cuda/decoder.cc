@@ -24,9 +24,26 @@ kernels::DeltaShape DeltaShapeOf(const model::DeltaSizes& sizes) {
           static_cast<int32_t>(sizes.convolution)};
 }
 
+kernels::AttentionShape AttentionShapeOf(const model::ModelConfig& config) {
+  return {static_cast<int32_t>(config.num_heads), static_cast<int32_t>(config.num_kv_heads),
+          static_cast<int32_t>(config.head_dim)};
+}
+
 }  // namespace
 
 absl::Status CheckDecoder(const model::ModelConfig& config) {
+  const kernels::AttentionShape shape = AttentionShapeOf(config);
+  const auto turns = [&](const model::RopeConfig& rope) {
+    return kernels::HasFp8Attention(shape, static_cast<int32_t>(rope.width));
+  };
+  if (config.fp8_kv && !std::ranges::all_of(config.ropes, turns)) {
+    return MakeInvalid(
+        "engine",
+        {{"engine.kv_dtype", "KV_DTYPE_UNSUPPORTED",
+          absl::StrCat("fp8 needs a head_dim of 64, 128 or 256, not ", shape.head_dim,
+                       ", at most 16 query heads for each key head, and a rotary embedding of "
+                       "whole heads or of at most half of them")}});
+  }
   const model::DeltaSizes& sizes = config.delta;
   if (config.num_delta_layers() == 0 || kernels::IsDeltaShape(DeltaShapeOf(sizes))) {
     return absl::OkStatus();
@@ -90,6 +107,10 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   for (int64_t i = 0; i < groups_.slots; ++i) {
     __nv_bfloat16* k = kv_memory_.as<__nv_bfloat16>() + 2 * i * plane;
     kv_.push_back({k, k + plane});
+    if (!config.fp8_kv) continue;
+    const FactorsPlace factors = FactorsPlaceOf(config, i);
+    kv_.back().factors = kv_memory_.as<__nv_bfloat16>() + factors.plane * plane +
+                         factors.offset / static_cast<int64_t>(sizeof(__nv_bfloat16));
   }
 
   const int64_t rows = options_.max_rows;
@@ -171,11 +192,7 @@ absl::Status CudaDecoder::UploadRope() {
   return absl::OkStatus();
 }
 
-kernels::AttentionShape CudaDecoder::Shape() const {
-  const model::ModelConfig& config = model_.config();
-  return {static_cast<int32_t>(config.num_heads), static_cast<int32_t>(config.num_kv_heads),
-          static_cast<int32_t>(config.head_dim)};
-}
+kernels::AttentionShape CudaDecoder::Shape() const { return AttentionShapeOf(model_.config()); }
 
 absl::Status CudaDecoder::Norm(int64_t rows, bool first, const float* delta_weight,
                                const float* weight) {
@@ -302,6 +319,7 @@ absl::Status CudaDecoder::PlanAttention(absl::Span<const kernels::StepRows> rows
     plan.window = static_cast<int32_t>(groups_.windows[group]);
     plan.row_tiles = form.row_tiles();
     plan.shares = form.shares;
+    plan.is_fp8 = model_.config().fp8_kv;
     plan.workspace = plans_[group];
     DORAD_RETURN_IF_CUDA_ERROR(kernels::PlanAttention(plan, stream_.get()), kStep);
   }

@@ -23,7 +23,8 @@
 
 namespace dorad::cuda {
 
-// Why this GPU cannot run the model's decoder: INVALID_ARGUMENT (MODEL_UNSUPPORTED).
+// Why a GPU cannot run the model's decoder: INVALID_ARGUMENT (MODEL_UNSUPPORTED,
+// KV_DTYPE_UNSUPPORTED).
 absl::Status CheckDecoder(const model::ModelConfig& config);
 
 // What a step's rows are, as far as attention's and the recurrence's kernels depend on it.

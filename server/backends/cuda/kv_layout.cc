@@ -11,10 +11,23 @@ namespace {
 
 constexpr int64_t kElementBytes = sizeof(__nv_bfloat16);
 
-int64_t PlanesOf(const model::ModelConfig& config) { return 2 * model::KvGroups(config).slots; }
-
 int64_t PlanePageBytes(const model::ModelConfig& config) {
-  return config.kv_size() * kernels::kKvPageTokens * kElementBytes;
+  return config.kv_size() * kernels::kKvPageTokens * (config.fp8_kv ? 1 : kElementBytes);
+}
+
+// Of a page: one for each key and value head.
+int64_t FactorBytes(const model::ModelConfig& config) {
+  return 2 * config.num_kv_heads * kernels::kKvPageTokens * kElementBytes;
+}
+int64_t FactorsOfPlane(const model::ModelConfig& config) {
+  return PlanePageBytes(config) / FactorBytes(config);
+}
+
+int64_t PlanesOf(const model::ModelConfig& config) {
+  const int64_t slots = model::KvGroups(config).slots;
+  if (!config.fp8_kv) return 2 * slots;
+  const int64_t of_plane = FactorsOfPlane(config);
+  return 2 * slots + (slots + of_plane - 1) / of_plane;
 }
 
 }  // namespace
@@ -25,6 +38,12 @@ int64_t KvPageBytes(const model::ModelConfig& config) {
 
 KvLayout KvLayoutOf(const model::ModelConfig& config) {
   return KvLayout(PlanesOf(config), PlanePageBytes(config), kMappedPageBytes);
+}
+
+FactorsPlace FactorsPlaceOf(const model::ModelConfig& config, int64_t slot) {
+  const int64_t of_plane = FactorsOfPlane(config);
+  return {2 * model::KvGroups(config).slots + slot / of_plane,
+          slot % of_plane * FactorBytes(config)};
 }
 
 model::DeltaStateLayout StateLayoutOf(const model::ModelConfig& config) {

@@ -1,6 +1,7 @@
 // The layout of the KV cache's pages: chunks of a power of two of pages. Each chunk is whole pieces
 // of device memory, so that it can be released. A chunk is [planes, pages of a chunk]; a plane has
-// the keys or the values of one layer of each group (model::KvGroups), in pages of their own.
+// the keys or the values of one layer of each group (model::KvGroups), in pages of their own. In
+// eight bits the last planes have the factors of those, of several layers each.
 //
 // Kernels have one stride, that of a page in a plane. They get page places instead of page numbers:
 // a page's place is its distance from its plane's first page in such strides.
@@ -56,6 +57,12 @@ class KvLayout {
 // Bytes of one page over all planes.
 int64_t KvPageBytes(const model::ModelConfig& config);
 KvLayout KvLayoutOf(const model::ModelConfig& config);
+// Where the factors of a layer's keys and values begin (KvCache::factors); slot: of its KvGroups.
+struct FactorsPlace {
+  int64_t plane = 0;
+  int64_t offset = 0;  // bytes in each page
+};
+FactorsPlace FactorsPlaceOf(const model::ModelConfig& config, int64_t slot);
 // The places of a recurrent state in such pages.
 model::DeltaStateLayout StateLayoutOf(const model::ModelConfig& config);
 

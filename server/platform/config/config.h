@@ -40,6 +40,7 @@ struct EngineConfig {
   int64_t max_step_tokens = 0;        // 0: auto
   int64_t max_running_sequences = 0;  // 0: auto
   int64_t kv_bytes = 0;               // 0: auto
+  std::string kv_dtype = "auto";      // "fp8"; "auto": model.compute_dtype
   // Of images' pixels in host memory, and of their features in the device's.
   int64_t image_cache_bytes = int64_t{1} << 30;
   bool prefix_cache = true;

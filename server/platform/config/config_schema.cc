@@ -124,6 +124,7 @@ std::vector<ConfigKey> AllKeys() {
       .Integer("max_step_tokens", &Engine::max_step_tokens, 1, 1 << 20, kMayBeAuto)
       .Integer("max_running_sequences", &Engine::max_running_sequences, 1, 1 << 20, kMayBeAuto)
       .Bytes("kv_bytes", &Engine::kv_bytes, 1, kMaxBytes, kMayBeAuto)
+      .Choice("kv_dtype", &Engine::kv_dtype, {"auto", "fp8"})
       .Boolean("prefix_cache", &Engine::prefix_cache)
       .Boolean("ngram_drafts", &Engine::ngram_drafts)
       .Bytes("image_cache_bytes", &Engine::image_cache_bytes)

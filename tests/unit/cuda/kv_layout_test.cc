@@ -1,5 +1,8 @@
 #include "server/backends/cuda/kv_layout.h"
 
+#include <set>
+#include <utility>
+
 #include "tests/unit/support/test.h"
 
 namespace dorad::cuda {
@@ -43,6 +46,41 @@ TEST(KvLayout, PlacesNeverOverlap) {
     end = its_end;
   }
   EXPECT_EQ(end, 3 * layout.chunk_bytes());
+}
+
+model::ModelConfig Fp8Model(int64_t layers, int64_t head_dim) {
+  model::ModelConfig config;
+  config.num_kv_heads = 3;
+  config.head_dim = head_dim;
+  config.layers.resize(layers);
+  config.fp8_kv = true;
+  return config;
+}
+
+// In half of the memory, and a bit for factors, which have bytes of their own in the last planes.
+TEST(KvLayout, EightBitsHaveFactorsInTheLastPlanes) {
+  for (const int64_t head_dim : {64, 128, 256}) {
+    for (const int64_t layers : {1, 16, 17, 36, 130}) {
+      model::ModelConfig config = Fp8Model(layers, head_dim);
+      const KvLayout layout = KvLayoutOf(config);
+      const int64_t bytes = 2 * 3 * 16 * 2;  // keys' and values' factors of a page
+      std::set<std::pair<int64_t, int64_t>> places;
+      for (int64_t slot = 0; slot < layers; ++slot) {
+        const FactorsPlace at = FactorsPlaceOf(config, slot);
+        EXPECT_GE(at.plane, 2 * layers);
+        EXPECT_LT(at.plane, layout.planes());
+        EXPECT_EQ(at.offset % bytes, 0);
+        EXPECT_LE(at.offset + bytes, layout.page_bytes());
+        places.emplace(at.plane, at.offset);
+      }
+      EXPECT_EQ(places.size(), static_cast<size_t>(layers)) << "no two in one place";
+      EXPECT_EQ(KvPageBytes(config), layout.planes() * layout.page_bytes());
+      const int64_t fp8 = KvPageBytes(config);
+      config.fp8_kv = false;
+      EXPECT_EQ(2 * layout.page_bytes(), KvLayoutOf(config).page_bytes());
+      EXPECT_LE(fp8, KvPageBytes(config) / 2 + layout.page_bytes() * (1 + layers * 4 / head_dim));
+    }
+  }
 }
 
 }  // namespace

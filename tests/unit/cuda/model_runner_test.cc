@@ -7,7 +7,7 @@
 #include "server/backends/cuda/decoder.h"
 #include "server/backends/cuda/kv_layout.h"
 #include "server/model/kv_groups.h"
-#include "tests/unit/cuda/small_model.h"
+#include "tests/unit/cuda/model_forms.h"
 #include "tests/unit/kernels/device.h"
 
 namespace dorad::cuda {
@@ -18,60 +18,6 @@ using engine::StepSequence;
 using engine::TokenId;
 
 constexpr int64_t kPages = 256;
-constexpr int64_t kMostBlocks = 8;  // of a sequence
-
-// With norms of queries and keys, and heads of the attention kernel's own size.
-model::ModelConfig SmallQwen3() {
-  model::ModelConfig config = SmallModel(2);
-  config.model_type = "qwen3";
-  config.num_heads = 4;
-  config.head_dim = 64;
-  config.context_length = kMostBlocks * engine::kKvPageTokens;
-  config.ropes[0].width = config.head_dim;
-  for (model::LayerSpec& layer : config.layers) {
-    layer.attention.qkv_bias = false;
-    layer.attention.qk_norm = true;
-    layer.attention.query_scalar = static_cast<double>(config.head_dim);
-  }
-  return config;
-}
-
-// With norms of outputs, a scaled embedding, and layers of two windows and two rotary tables.
-model::ModelConfig SmallGemma3() {
-  model::ModelConfig config = SmallQwen3();
-  config.model_type = "gemma3_text";
-  config.tied_embeddings = true;
-  config.embedding_scale = 16.0;
-  config.ropes.push_back(config.ropes[0]);
-  config.ropes[1].theta = 500.0;
-  model::LayerSpec sliding = config.layers[0];
-  sliding.attention.query_scalar = 100.0;
-  sliding.attention.rope = 1;
-  sliding.attention.window = 12;
-  sliding.mlp.activation = model::Activation::kGeluTanh;
-  sliding.output_norms = true;
-  model::LayerSpec full = sliding;
-  full.attention.rope = 0;
-  full.attention.window = 0;
-  config.layers = {sliding, full, sliding};
-  config.NumberModules();
-  return config;
-}
-
-// With delta-nets, and attention whose heads have gates and turn in part.
-model::ModelConfig SmallQwen35() {
-  model::ModelConfig config = SmallQwen3();
-  config.model_type = "qwen3_5_text";
-  config.ropes[0].width = 16;
-  config.delta = {2, 16, 16, 64, 4};
-  model::LayerSpec attention = config.layers[0];
-  attention.attention.output_gate = true;
-  model::LayerSpec net = attention;
-  net.delta.emplace();
-  config.layers = {net, attention, net, attention};
-  config.NumberModules();
-  return config;
-}
 
 struct Form {
   const char* name;
@@ -497,7 +443,10 @@ TEST_P(CudaModelRunnerTest, RowsOfOthersAndCopiedPagesGiveTheSameBits) {
 
 INSTANTIATE_TEST_SUITE_P(, CudaModelRunnerTest,
                          testing::Values(Form{"Qwen3", SmallQwen3}, Form{"Gemma3", SmallGemma3},
-                                         Form{"Qwen35", SmallQwen35}),
+                                         Form{"Qwen35", SmallQwen35},
+                                         Form{"Qwen3Fp8", WithFp8Kv<SmallQwen3>},
+                                         Form{"Gemma3Fp8", WithFp8Kv<SmallGemma3>},
+                                         Form{"Qwen35Fp8", WithFp8Kv<SmallQwen35>}),
                          [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
