@@ -54,14 +54,20 @@ def norm(reduction: int, columns: int, by_in: int) -> Kernel:
     return Kernel("norm", (reduction, columns, by_in), text)
 
 
-def attention_rows(heads: int, group: int, shares: int) -> Kernel:
+def attention_rows(heads: int, group: int, shares: int, fp8: int) -> Kernel:
     together = ", some together" if shares else ""
-    text = f"attention, rows{together}, heads of {heads}, ≤ {8 * group} a group"
-    return Kernel("attention", (0, heads, group, shares), text)
+    text = f"attention, rows{together}, heads of {heads}{in_eight(fp8)}, ≤ {8 * group} a group"
+    return Kernel("attention", (0, fp8, heads, group, shares), text)
 
 
-def attention_tiles(heads: int) -> Kernel:
-    return Kernel("attention", (1, heads), f"attention, tiles, heads of {heads}")
+def attention_tiles(heads: int, fp8: int) -> Kernel:
+    return Kernel(
+        "attention", (1, fp8, heads), f"attention, tiles, heads of {heads}{in_eight(fp8)}"
+    )
+
+
+def in_eight(fp8: int) -> str:
+    return " in eight bits" if fp8 else ""
 
 
 # By the mangled name; the groups are numbers.
@@ -72,8 +78,8 @@ KERNELS: tuple[tuple[str, Callable[..., Kernel]], ...] = (
         lambda panel: Kernel("linear", (2, panel), f"more rows, panels of {panel}"),
     ),
     (r"RowGemmMmaKernel\w*?ReductionE(\d)ELi(\d+)ELb([01])E", norm),
-    (r"RowAttentionKernel\w*?MmaPagesELi(\d+)ELi(\d)ELb([01])E", attention_rows),
-    (r"TileAttentionKernel\w*?MmaPagesELi(\d+)E", attention_tiles),
+    (r"RowAttentionKernel\w*?MmaPagesELi(\d+)ELi(\d)ELb([01])ELb([01])E", attention_rows),
+    (r"TileAttentionKernel\w*?MmaPagesELi(\d+)ELb([01])E", attention_tiles),
     (
         r"SegmentAttentionKernel\w*?MmaHeadsELi(\d+)E",
         lambda heads: Kernel("images", (heads,), f"images, heads of ≤ {heads}"),
