@@ -220,36 +220,10 @@ void EngineLoop::FinishStep() {
     for (const Chunk& chunk : step.chunks) Land(chunk);
     Fail(step.chunks, step.outputs.status());
   } else {
-    int64_t rows = 0;
-    bool has_prompt = false;
-    DraftTrial::BySource<bool> has_drafts = {};
-    for (const Chunk& chunk : step.chunks) {
-      rows += chunk.count;
-      has_prompt = has_prompt || chunk.count > 1 + static_cast<int64_t>(chunk.draft.size());
-      if (!chunk.draft.empty()) has_drafts[static_cast<size_t>(chunk.draft_source)] = true;
-    }
-    if (!has_prompt) cost_.Observe(rows, step.time);
-    const DraftPrice price = cost_.PriceOfDraft(scheduler_.running());
-    const Request::StepEnd end = {rules_, step.now, metrics_, price, &trial_};
-    for (size_t i = 0; i < step.chunks.size(); ++i) {
-      Chunk& chunk = step.chunks[i];
-      chunk.sequence->request->CutDraft(&chunk, &(*step.outputs)[i], end);
-    }
-    ReportGenerated(step);
-    for (size_t i = 0; i < step.chunks.size(); ++i) {
-      Deliver(step.chunks[i], std::move((*step.outputs)[i]), end);
-    }
-    // From end to end: a step may wait for drafts. More is a time without a step.
-    constexpr int kMostGap = 4;
-    absl::Duration time = Between(last_step_end_, step.now);
-    // A step with a prompt tells nothing.
-    if (has_prompt || time > kMostGap * step.time) time = absl::ZeroDuration();
-    const bool others_wait = scheduler_.waiting() > 0 || scheduler_.drafts_wait();
-    DraftTrial::Step tried = {scheduler_.running(), {}, others_wait, time};
-    std::ranges::transform(has_drafts, had_drafts_, tried.guessed.begin(), std::logical_or());
-    trial_.Observe(tried, [this] { return Progress(); });
-    last_step_end_ = step.now;
-    had_drafts_ = has_drafts;
+    const RowKinds rows = KindsOf(step.chunks);
+    if (!rows.has_prompt) cost_.Observe(rows.count, step.time);
+    DeliverAll(&step);
+    ObserveTrial(rows, step.time, step.now);
     metrics_->StepPhaseDone(StepPhase::kProcess, Between(step.now, SteadyNow()));
   }
   while (!after_steps_.empty() && after_steps_.front().step <= pipeline_.steps_landed()) {
@@ -257,6 +231,43 @@ void EngineLoop::FinishStep() {
     after_steps_.pop_front();
     then();
   }
+}
+
+EngineLoop::RowKinds EngineLoop::KindsOf(const std::vector<Chunk>& chunks) {
+  RowKinds rows;
+  for (const Chunk& chunk : chunks) {
+    rows.count += chunk.count;
+    rows.has_prompt |= chunk.count > 1 + static_cast<int64_t>(chunk.draft.size());
+    if (!chunk.draft.empty()) rows.has_drafts[static_cast<size_t>(chunk.draft_source)] = true;
+  }
+  return rows;
+}
+
+void EngineLoop::DeliverAll(StepPipeline::Finished* step) {
+  const DraftPrice price = cost_.PriceOfDraft(scheduler_.running());
+  const Request::StepEnd end = {rules_, step->now, metrics_, price, &trial_};
+  for (size_t i = 0; i < step->chunks.size(); ++i) {
+    Chunk& chunk = step->chunks[i];
+    chunk.sequence->request->CutDraft(&chunk, &(*step->outputs)[i], end);
+  }
+  ReportGenerated(*step);
+  for (size_t i = 0; i < step->chunks.size(); ++i) {
+    Deliver(step->chunks[i], std::move((*step->outputs)[i]), end);
+  }
+}
+
+void EngineLoop::ObserveTrial(const RowKinds& rows, absl::Duration step_time, Instant now) {
+  // From end to end: a step may wait for drafts. More is a time without a step.
+  constexpr int kMostGap = 4;
+  absl::Duration time = Between(last_step_end_, now);
+  // A step with a prompt tells nothing.
+  if (rows.has_prompt || time > kMostGap * step_time) time = absl::ZeroDuration();
+  const bool others_wait = scheduler_.waiting() > 0 || scheduler_.drafts_wait();
+  DraftTrial::Step tried = {scheduler_.running(), {}, others_wait, time};
+  std::ranges::transform(rows.has_drafts, had_drafts_, tried.guessed.begin(), std::logical_or());
+  trial_.Observe(tried, [this] { return Progress(); });
+  last_step_end_ = now;
+  had_drafts_ = rows.has_drafts;
 }
 
 std::vector<DraftTrial::Progress> EngineLoop::Progress() const {

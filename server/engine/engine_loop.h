@@ -79,7 +79,13 @@ class EngineLoop {
   bool BeginStep();
   void EncodeImages();
   void FinishStep();
-  // For the trial.
+  struct RowKinds {
+    int64_t count = 0;
+    bool has_prompt = false;
+    DraftTrial::BySource<bool> has_drafts = {};
+  };
+  static RowKinds KindsOf(const std::vector<Chunk>& chunks);
+  void ObserveTrial(const RowKinds& rows, absl::Duration step_time, Instant now);
   std::vector<DraftTrial::Progress> Progress() const;
   // Finishes all steps in flight. Leaves the runner idle: only for work that cannot overlap a step.
   void FinishAll();
@@ -87,6 +93,7 @@ class EngineLoop {
   void AfterStepsInFlight(std::function<void()> then);
   void ReportGenerated(const StepPipeline::Finished& step) const;
   void NoteStarted(Request* request, Instant now);
+  void DeliverAll(StepPipeline::Finished* step);
   void Deliver(const Chunk& chunk, StepOutput output, const Request::StepEnd& step);
   void Land(const Chunk& chunk);
   void Fail(const std::vector<Chunk>& chunks, const absl::Status& status);
