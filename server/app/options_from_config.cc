@@ -20,6 +20,7 @@ Config Resolved(Config config) {
   if (model.device == "auto") model.device = Backend::ChooseDevice().name;
   const bool on_cpu = model.device == "cpu";
   if (model.compute_dtype == "auto") model.compute_dtype = on_cpu ? "fp32" : "bf16";
+  if (config.engine.kv_dtype == "auto") config.engine.kv_dtype = model.compute_dtype;
   const auto choose = [on_cpu](int64_t* value, int64_t cpu, int64_t gpu) {
     if (*value == 0) *value = on_cpu ? cpu : gpu;
   };
@@ -38,6 +39,9 @@ std::vector<LogField> ChosenValues(const Config& config, const Config& resolved,
   }
   if (config.model.compute_dtype == "auto") {
     chosen.emplace_back("model.compute_dtype", resolved.model.compute_dtype);
+  }
+  if (config.engine.kv_dtype == "auto") {
+    chosen.emplace_back("engine.kv_dtype", resolved.engine.kv_dtype);
   }
   const auto add = [&chosen](const char* key, int64_t configured, int64_t value) {
     if (configured == 0) chosen.emplace_back(key, value);
@@ -125,8 +129,12 @@ rpc::Peers::Options ToPeerOptions(const Config& config, const security::TlsFiles
 }
 
 Metrics::Info ToMetricsInfo(const Config& config, const Backend::Info& model) {
-  Metrics::Info info{DORAD_VERSION, model.name, model.model_type, config.model.device,
-                     config.model.compute_dtype};
+  Metrics::Info info{DORAD_VERSION,
+                     model.name,
+                     model.model_type,
+                     config.model.device,
+                     config.model.compute_dtype,
+                     config.engine.kv_dtype};
   info.instruction_set = model.instruction_set;
   info.commit = DORAD_COMMIT;
 #ifdef DORAD_CUDA
@@ -148,6 +156,7 @@ rpc::ServerInfo ToServerInfo(const Config& config, const Backend::Info& model) {
   info.model_name = model.name;
   info.model_digest = model.digest;
   info.compute_dtype = config.model.compute_dtype;
+  info.kv_dtype = config.engine.kv_dtype;
   info.hidden_size = model.hidden_size;
   info.num_layers = model.num_layers;
   info.num_parameters = model.num_parameters;

@@ -58,6 +58,7 @@ void FillEngine(const Services& services, const security::Principal& caller, v1:
   to->set_kv_pages_cached(static_cast<uint64_t>(stats.kv_pages_cached));
   to->set_kv_page_tokens(static_cast<uint32_t>(stats.kv_page_tokens));
   to->set_kv_layer_groups(static_cast<uint32_t>(stats.kv_layer_groups));
+  to->set_kv_dtype(services.info.kv_dtype);
   to->set_steps(stats.steps);
   to->set_paused(stats.paused);
   for (const adapter::AdapterRef& ref : stats.paused_adapters) {

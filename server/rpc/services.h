@@ -44,6 +44,7 @@ struct ServerInfo {
   std::string model_name;
   std::string model_digest;
   std::string compute_dtype;
+  std::string kv_dtype;
   int64_t hidden_size = 0;
   int64_t num_layers = 0;
   int64_t num_parameters = 0;

@@ -144,6 +144,7 @@ def setup(request, zoo):
         def another(**changes: object) -> Server:
             return others.enter_context(serve(zoo.model(family), folders, settings | changes))
 
+        assert server.wire.info().engine.kv_dtype == compute
         before = steps(server)
         alone = [bits(server.wire.generate(**request)[0]) for request in requests()]
         taken = steps(server) - before

@@ -72,6 +72,8 @@ class EngineInfo:
     """Each "name" or "name@version" with such a pause."""
     kv_layer_groups: int = 1
     """Of layers with keys and values: a page has `kv_page_tokens` tokens of one group."""
+    kv_dtype: str = ""
+    """The numbers of the KV cache: "fp32", "bf16" or "fp8"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,8 @@ struct Metrics::Impl {
               {"model_type", info.model_type},
               {"device", info.device},
               {"instruction_set", info.instruction_set},
-              {"compute_dtype", info.compute_dtype}})
+              {"compute_dtype", info.compute_dtype},
+              {"kv_dtype", info.kv_dtype}})
         .Set(1);
     if (info.vllm_aliases) {
       aliases.emplace(internal::VllmAliases::Options{info.model, info.kv_page_tokens,

@@ -30,7 +30,7 @@ class Metrics {
  public:
   // Constant labels of dorad_build_info and dorad_model_info, and options.
   struct Info {
-    std::string version, model, model_type, device, compute_dtype;
+    std::string version, model, model_type, device, compute_dtype, kv_dtype;
     std::string instruction_set;     // of a GPU's kernels
     std::string commit = "unknown";  // that the program was built from
     bool cuda = false;               // it was built with the GPU backend

@@ -119,6 +119,17 @@ TEST(OptionsFromConfigTest, TheInstructionSetIsTheBackendsChoice) {
   EXPECT_EQ(ToMetricsInfo({}, info).instruction_set, "mma");
 }
 
+TEST(OptionsFromConfigTest, TheKvCacheHasTheComputationsNumbersOrEightBits) {
+  Config config;
+  config.model.device = "cpu";
+  config.model.compute_dtype = "bf16";
+  EXPECT_EQ(ToServerInfo(Resolved(config), {}).kv_dtype, "bf16");
+  EXPECT_EQ(ToMetricsInfo(Resolved(config), {}).kv_dtype, "bf16");
+  config.engine.kv_dtype = "fp8";
+  EXPECT_EQ(ToServerInfo(Resolved(config), {}).kv_dtype, "fp8");
+  EXPECT_EQ(ToMetricsInfo(Resolved(config), {}).kv_dtype, "fp8");
+}
+
 TEST(OptionsFromConfigTest, ClientsAreToldTheHandoverSocketsAbsolutePath) {
   Config config;
   EXPECT_EQ(ToServerInfo(config, {}).shared_memory_socket, "");

@@ -30,7 +30,9 @@ def _context(model: dorad.ModelInfo) -> str:
 def _page(engine: dorad.EngineInfo) -> str:
     tokens = f"{engine.kv_page_tokens} tokens each"
     groups = engine.kv_layer_groups
-    return tokens if groups <= 1 else f"{tokens}, in one of {groups} groups of layers"
+    if groups > 1:
+        tokens = f"{tokens}, in one of {groups} groups of layers"
+    return f"{tokens}, {engine.kv_dtype}" if engine.kv_dtype else tokens
 
 
 def _facts(info: dorad.ServerInfo) -> Table:
