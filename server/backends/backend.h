@@ -65,9 +65,9 @@ class Backend {
   // refused then. model::ReadModelConfig's statuses.
   static absl::StatusOr<model::ModelConfig> ReadModel(const Config& config);
   // Reads the weights for model.device. Statuses of model::ReadModelConfig and of the device's
-  // loading, and INVALID_ARGUMENT (KV_TOO_SMALL, MAX_CONTEXT_OUT_OF_RANGE, DEVICE_NOT_BUILT,
-  // WATER_MARKS_CROSSED, INSTRUCTION_SET_UNSUPPORTED, KV_DTYPE_UNSUPPORTED, OUT_OF_MEMORY: a KV
-  // cache that the host can never hold).
+  // loading, and INVALID_ARGUMENT (KV_TOO_SMALL, KV_TOO_LARGE, MAX_CONTEXT_OUT_OF_RANGE,
+  // DEVICE_NOT_BUILT, WATER_MARKS_CROSSED, INSTRUCTION_SET_UNSUPPORTED, KV_DTYPE_UNSUPPORTED,
+  // OUT_OF_MEMORY: a KV cache that the host can never hold).
   static absl::StatusOr<std::unique_ptr<Backend>> Load(const Config& config);
   // The checks of Load that need neither device nor weights; same statuses.
   static absl::Status Check(const Config& config);
@@ -131,7 +131,7 @@ absl::StatusOr<std::unique_ptr<Backend>> LoadCudaBackend(const Config& config,
 // The name of the GPU that LoadCudaBackend would use. FAILED_PRECONDITION (DEVICE_UNAVAILABLE).
 absl::StatusOr<std::string> FindGpu();
 // INVALID_ARGUMENT (COMPUTE_DTYPE_UNSUPPORTED, MAX_RANK_UNSUPPORTED, MAX_STEP_TOKENS_UNSUPPORTED,
-// MODEL_UNSUPPORTED, KV_DTYPE_UNSUPPORTED).
+// MODEL_UNSUPPORTED, KV_DTYPE_UNSUPPORTED, KV_TOO_LARGE).
 absl::Status CheckCudaConfig(const Config& config, const model::ModelConfig& model);
 // Why a GPU does not serve the tower: INVALID_ARGUMENT (MODEL_UNSUPPORTED).
 absl::Status CheckCudaTower(const model::VisionConfig& vision);

@@ -64,7 +64,7 @@ int64_t AutoKvBytes(const Config& config, const model::ModelConfig& model,
   const int64_t images = model.vision ? config.engine.image_cache_bytes : 0;
   const int64_t reserve =
       std::max({left / 8, kLeastReserve, config.adapters.resident_bytes}) + 2 * logits + images;
-  return std::max<int64_t>(0, left - reserve);
+  return std::clamp<int64_t>(left - reserve, 0, cuda::MostKvBytes(model));
 }
 
 class CudaBackend final : public Backend {
@@ -172,7 +172,12 @@ absl::Status CheckCudaConfig(const Config& config, const model::ModelConfig& mod
     return MakeInvalid("engine", {{"engine.max_step_tokens", "MAX_STEP_TOKENS_UNSUPPORTED",
                                    absl::StrCat("on a GPU at most ", kMostStepRows)}});
   }
-  return cuda::CheckDecoder(model);
+  DORAD_RETURN_IF_ERROR(cuda::CheckDecoder(model));
+  if (const int64_t most = cuda::MostKvBytes(model); config.engine.kv_bytes > most) {
+    return MakeInvalid("engine", {{"engine.kv_bytes", "KV_TOO_LARGE",
+                                   absl::StrCat("on a GPU at most ", most, " for this model")}});
+  }
+  return absl::OkStatus();
 }
 
 absl::Status CheckCudaTower(const model::VisionConfig& vision) { return cuda::CheckTower(vision); }

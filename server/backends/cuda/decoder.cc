@@ -33,16 +33,17 @@ kernels::AttentionShape AttentionShapeOf(const model::ModelConfig& config) {
 
 absl::Status CheckDecoder(const model::ModelConfig& config) {
   const kernels::AttentionShape shape = AttentionShapeOf(config);
-  const auto turns = [&](const model::RopeConfig& rope) {
-    return kernels::HasFp8Attention(shape, static_cast<int32_t>(rope.width));
-  };
-  if (config.fp8_kv && !std::ranges::all_of(config.ropes, turns)) {
+  for (const model::RopeConfig& rope : config.ropes) {
+    if (!config.fp8_kv || kernels::HasFp8Attention(shape, static_cast<int32_t>(rope.width))) {
+      continue;
+    }
     return MakeInvalid(
         "engine",
         {{"engine.kv_dtype", "KV_DTYPE_UNSUPPORTED",
-          absl::StrCat("fp8 needs a head_dim of 64, 128 or 256, not ", shape.head_dim,
-                       ", at most 16 query heads for each key head, and a rotary embedding of "
-                       "whole heads or of at most half of them")}});
+          absl::StrCat("fp8 needs a head_dim (", shape.head_dim,
+                       ") of 64, 128 or 256, at most 16 query heads for each key head (",
+                       shape.heads / shape.kv_heads, "), and a rotary embedding of ", rope.width,
+                       " elements to turn whole heads, or a multiple of 4 up to half of a head")}});
   }
   const model::DeltaSizes& sizes = config.delta;
   if (config.num_delta_layers() == 0 || kernels::IsDeltaShape(DeltaShapeOf(sizes))) {

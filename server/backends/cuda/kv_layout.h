@@ -1,7 +1,7 @@
 // The layout of the KV cache's pages: chunks of a power of two of pages. Each chunk is whole pieces
 // of device memory, so that it can be released. A chunk is [planes, pages of a chunk]; a plane has
 // the keys or the values of one layer of each group (model::KvGroups), in pages of their own. In
-// eight bits the last planes have the factors of those, of several layers each.
+// eight bits the planes behind them have their factors, of several layers each.
 //
 // Kernels have one stride, that of a page in a plane. They get page places instead of page numbers:
 // a page's place is its distance from its plane's first page in such strides.
@@ -56,6 +56,8 @@ class KvLayout {
 
 // Bytes of one page over all planes.
 int64_t KvPageBytes(const model::ModelConfig& config);
+// Bytes of the largest cache: kernels have 32 bits for the heads of all positions of all planes.
+int64_t MostKvBytes(const model::ModelConfig& config);
 KvLayout KvLayoutOf(const model::ModelConfig& config);
 // Where the factors of a layer's keys and values begin (KvCache::factors); slot: of its KvGroups.
 struct FactorsPlace {

@@ -78,9 +78,37 @@ TEST(KvLayout, EightBitsHaveFactorsInTheLastPlanes) {
       const int64_t fp8 = KvPageBytes(config);
       config.fp8_kv = false;
       EXPECT_EQ(2 * layout.page_bytes(), KvLayoutOf(config).page_bytes());
-      EXPECT_LE(fp8, KvPageBytes(config) / 2 + layout.page_bytes() * (1 + layers * 4 / head_dim));
+      const int64_t needed = KvPageBytes(config) / 2 + layers * bytes;
+      EXPECT_LE(16 * fp8, 17 * (needed + layout.page_bytes()))
+          << "of which a sixteenth may be idle";
     }
   }
+}
+
+TEST(KvLayout, TheLargestCacheHasPlacesOf32BitsForItsHeads) {
+  for (const bool is_fp8 : {false, true}) {
+    model::ModelConfig config = Fp8Model(30, 64);
+    config.fp8_kv = is_fp8;
+    const KvLayout layout = KvLayoutOf(config);
+    const int64_t pages = MostKvBytes(config) / KvPageBytes(config) + kSparePages;
+    const int64_t last = layout.ChunksFor(pages) * layout.chunk_pages() - 1;
+    const int64_t places =
+        layout.Place(static_cast<int32_t>(last)) + (layout.planes() - 1) * layout.chunk_pages();
+    const int64_t last_row = (places + 1) * config.num_kv_heads * 16 - 1;
+    EXPECT_LE(last_row, INT32_MAX);
+    EXPECT_GT(last_row, INT32_MAX / 100 * 99);
+  }
+}
+
+// SmolLM2-135M would need chunks of 1,024 pages for its 62 planes.
+TEST(KvLayout, EightBitsHaveChunksAsSmallAsFewIdlePlanesMakeThem) {
+  const KvLayout small = KvLayoutOf(Fp8Model(30, 64));
+  EXPECT_EQ(small.planes(), 64);
+  EXPECT_EQ(small.chunk_pages(), 64);
+  model::ModelConfig config = Fp8Model(36, 128);  // Qwen3-8B
+  config.num_kv_heads = 8;
+  EXPECT_EQ(KvLayoutOf(config).planes(), 74);
+  EXPECT_EQ(KvLayoutOf(config).chunk_pages(), 64);
 }
 
 }  // namespace
