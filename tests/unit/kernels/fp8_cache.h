@@ -48,6 +48,12 @@ class Fp8Cache {
     return code;
   }
 
+  // For kernels in the emulator.
+  KvCache OnHost() {
+    return {reinterpret_cast<__nv_bfloat16*>(codes_[kKey].data()),
+            reinterpret_cast<__nv_bfloat16*>(codes_[kValue].data()), factors_.data()};
+  }
+
   // Two codes for each bf16, as KvCache has them.
   std::vector<__nv_bfloat16> Codes(Kind kind) const {
     const auto* const begin = reinterpret_cast<const __nv_bfloat16*>(codes_[kind].data());
