@@ -102,7 +102,8 @@ class GenerateOptions(TypedDict, total=False):
     """Keep this many tokens at the end of a longer prompt."""
     drafts: Sequence[TokenIds] | None
     """Guesses at the tokens of the first samples, such as the answers to the same prompt and seed
-    under the adapter's last version. They change the time, and nothing else."""
+    under the adapter's last version; an empty list: none for this sample. They change the time, and
+    nothing else."""
     ngram_drafts: bool | None
     """Also guess from repetitions in the prompt and the samples; default: the server's setting."""
     cache_salt: str

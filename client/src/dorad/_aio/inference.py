@@ -221,6 +221,7 @@ class Inference(Connection):
         Raises:
           DoradError: the first prompt's error. Its `results` has what had finished: a list as the
             returned one, with None for the prompts that were cancelled.
+          ValueError: with `answers`, a prompt has neither a seed nor temperature 0.
         """
         return await run_calls(
             _wire.as_requests(requests, options),
