@@ -143,7 +143,8 @@ def main() -> None:
         cells = [limits[target][kernel] for target in targets]
         texts = [f"{c.registers}" + f" ({c.spilled})" * (c.spilled > 0) for c in cells]
         shared = max(c.shared for c in cells) / 1024
-        print(f"| {kernel.text} | {shared:.1f} KiB |", " | ".join(texts), "|")
+        text = f"{shared:.1f} KiB" if shared >= 0.05 else "–"
+        print(f"| {kernel.text} | {text} |", " | ".join(texts), "|")
     all_limits = [each for found in limits.values() for each in found.values()]
     if any(each.spilled > MOST_SPILLED for each in all_limits):
         sys.exit(f"kernels spill more than {MOST_SPILLED} bytes")
