@@ -220,7 +220,7 @@ void EngineLoop::FinishStep() {
     for (const Chunk& chunk : step.chunks) Land(chunk);
     Fail(step.chunks, step.outputs.status());
   } else {
-    const RowKinds rows = KindsOf(step.chunks);
+    const StepRowCounts rows = CountRows(step.chunks);
     if (!rows.has_prompt) cost_.Observe(rows.count, step.time);
     DeliverAll(&step);
     ObserveTrial(rows, step.time, step.now);
@@ -233,8 +233,8 @@ void EngineLoop::FinishStep() {
   }
 }
 
-EngineLoop::RowKinds EngineLoop::KindsOf(const std::vector<Chunk>& chunks) {
-  RowKinds rows;
+EngineLoop::StepRowCounts EngineLoop::CountRows(const std::vector<Chunk>& chunks) {
+  StepRowCounts rows;
   for (const Chunk& chunk : chunks) {
     rows.count += chunk.count;
     rows.has_prompt |= chunk.count > 1 + static_cast<int64_t>(chunk.draft.size());
@@ -256,7 +256,7 @@ void EngineLoop::DeliverAll(StepPipeline::Finished* step) {
   }
 }
 
-void EngineLoop::ObserveTrial(const RowKinds& rows, absl::Duration step_time, Instant now) {
+void EngineLoop::ObserveTrial(const StepRowCounts& rows, absl::Duration step_time, Instant now) {
   // From end to end: a step may wait for drafts. More is a time without a step.
   constexpr int kMostGap = 4;
   absl::Duration time = Between(last_step_end_, now);

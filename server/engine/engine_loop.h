@@ -79,13 +79,13 @@ class EngineLoop {
   bool BeginStep();
   void EncodeImages();
   void FinishStep();
-  struct RowKinds {
+  struct StepRowCounts {
     int64_t count = 0;
     bool has_prompt = false;
     DraftTrial::BySource<bool> has_drafts = {};
   };
-  static RowKinds KindsOf(const std::vector<Chunk>& chunks);
-  void ObserveTrial(const RowKinds& rows, absl::Duration step_time, Instant now);
+  static StepRowCounts CountRows(const std::vector<Chunk>& chunks);
+  void ObserveTrial(const StepRowCounts& rows, absl::Duration step_time, Instant now);
   std::vector<DraftTrial::Progress> Progress() const;
   // Finishes all steps in flight. Leaves the runner idle: only for work that cannot overlap a step.
   void FinishAll();

@@ -426,6 +426,10 @@ TEST(EmulatedRopeAppend, RoundsNumbersBeyondAllScalesToEightBits) {
   }
   const std::vector<float> cos(kKvPageTokens * shape.head_dim / 2, 1.0f), sin(cos.size(), 0.0f);
   Fp8Cache cache(shape, 1);
+  for (int row = 0; row < rows; ++row) {
+    std::vector<float> ones(shape.head_dim, 1.0f);
+    for (const Kind kind : {kKey, kValue}) cache.Put(kind, 0, 0, row, ones.data());
+  }
   RopeAppendParams params;
   params.rows = {rows, nullptr, positions.data(), sequences.data(), &page, &page};
   params.shape = shape;

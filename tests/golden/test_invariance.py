@@ -166,7 +166,7 @@ def few_pages(setup: Setup) -> int:
     heads = config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     layers = config["num_hidden_layers"]
-    if setup.settings["engine.kv_dtype"] == "fp8":  # factors lie beside keys and values
+    if setup.settings["engine.kv_dtype"] == "fp8":  # and factors; idle planes from 16 planes on
         planes = 2 * layers + -(-layers // (head_dim // 4))
         return 14 * planes * heads * head_dim * 16
     size = 2 if setup.settings["model.compute_dtype"] == "bf16" else 4

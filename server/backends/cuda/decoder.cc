@@ -42,8 +42,8 @@ absl::Status CheckDecoder(const model::ModelConfig& config) {
         {{"engine.kv_dtype", "KV_DTYPE_UNSUPPORTED",
           absl::StrCat("fp8 needs a head_dim (", shape.head_dim,
                        ") of 64, 128 or 256, at most 16 query heads for each key head (",
-                       shape.heads / shape.kv_heads, "), and a rotary embedding of ", rope.width,
-                       " elements to turn whole heads, or a multiple of 4 up to half of a head")}});
+                       shape.heads / shape.kv_heads, "), and a rotary embedding (", rope.width,
+                       " elements) of whole heads, or of a multiple of 4 up to half of a head")}});
   }
   const model::DeltaSizes& sizes = config.delta;
   if (config.num_delta_layers() == 0 || kernels::IsDeltaShape(DeltaShapeOf(sizes))) {

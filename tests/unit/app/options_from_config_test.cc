@@ -15,9 +15,11 @@ TEST(OptionsFromConfigTest, TheDeviceDecidesAutomaticValues) {
   config.model.device = "cpu";
   Config cpu = Resolved(config);
   EXPECT_EQ(cpu.model.compute_dtype, "fp32");
+  EXPECT_EQ(cpu.engine.kv_dtype, "fp32");
   config.model.device = "cuda";
   const Config cuda = Resolved(config);
   EXPECT_EQ(cuda.model.compute_dtype, "bf16");
+  EXPECT_EQ(cuda.engine.kv_dtype, "bf16");
   for (const auto member : {&EngineConfig::max_step_tokens, &EngineConfig::max_running_sequences}) {
     EXPECT_GT(cpu.engine.*member, 0);
     EXPECT_GT(cuda.engine.*member, cpu.engine.*member);

@@ -57,8 +57,8 @@ model::ModelConfig Fp8Model(int64_t layers, int64_t head_dim) {
   return config;
 }
 
-// In half of the memory, and a bit for factors, which have bytes of their own in the last planes.
-TEST(KvLayout, EightBitsHaveFactorsInTheLastPlanes) {
+// In half of the memory, and a bit for factors, which have bytes of their own.
+TEST(KvLayout, EightBitsHaveFactorsBehindKeysAndValues) {
   for (const int64_t head_dim : {64, 128, 256}) {
     for (const int64_t layers : {1, 16, 17, 36, 130}) {
       model::ModelConfig config = Fp8Model(layers, head_dim);
