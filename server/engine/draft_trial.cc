@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <functional>
 #include <numeric>
 #include <utility>
 
@@ -18,32 +19,55 @@ constexpr double kClearLoss = 0.95;
 constexpr int64_t kClearTokens = 128;
 // Tokens a step of three of four sequences: no step with guesses takes so many times as long.
 constexpr int64_t kClearGain = 4;
+// The weight of the last step in the price of those with guesses. A high price makes them rare:
+// each step without guesses forgets a little of it.
+constexpr double kLearned = 0.1;
+constexpr double kForgotten = 0.0005;
 
 }  // namespace
 
-bool DraftTrial::MayGuess(DraftSource source) {
+void DraftTrial::Propose(DraftSource source, double gain) {
   Trial& trial = TrialOf(source);
-  ++trial.would_guess;
-  return (trial.enough || !RuleOf(source).of_half) && trial.rest_left == 0;
+  ++trial.proposals;
+  trial.gain += gain;
+}
+
+DraftTrial::BySource<bool> DraftTrial::Observe(
+    const Step& step, absl::FunctionRef<std::vector<Progress>()> progress) {
+  // A step may have waited for the end of the one before.
+  BySource<bool> guessed;
+  std::ranges::transform(step.guessed, last_guessed_, guessed.begin(), std::logical_or());
+  last_guessed_ = step.guessed;
+  Compare(step, guessed, progress);
+  BySource<bool> may_verify;
+  for (const DraftSource source : kSources) may_verify[Index(source)] = Decide(source, step);
+  return may_verify;
+}
+
+bool DraftTrial::Decide(DraftSource source, const Step& step) {
+  Trial& trial = TrialOf(source);
+  const double gain = std::exchange(trial.gain, 0);
+  const int64_t proposals = std::exchange(trial.proposals, 0);
+  if (trial.rest_left > 0) return false;
+  if (!RuleOf(source).needs_company) return true;
+  return gain >= price() * static_cast<double>(step.sequences) &&
+         (step.others_wait || 2 * proposals >= step.sequences);
 }
 
 int DraftTrial::BucketOf(int64_t sequences) const {
   // The number stays in its bucket until it has left it by more than an eighth: that of a full
   // server is a power of two, and falls by one with each end.
-  if (bucket_ >= 0) {
-    const int64_t begin = int64_t{1} << bucket_;
-    if (8 * sequences >= 7 * begin && 8 * sequences < 9 * 2 * begin) return bucket_;
-  }
+  const int64_t begin = int64_t{1} << bucket_;
+  if (8 * sequences >= 7 * begin && 8 * sequences < 9 * 2 * begin) return bucket_;
   return std::bit_width(static_cast<uint64_t>(sequences)) - 1;
 }
 
-void DraftTrial::Observe(const Step& step, absl::FunctionRef<std::vector<Progress>()> progress) {
+void DraftTrial::Compare(const Step& step, const BySource<bool>& guessed,
+                         absl::FunctionRef<std::vector<Progress>()> progress) {
   for (const DraftSource source : kSources) {
     Trial& trial = TrialOf(source);
-    const int64_t would_guess = std::exchange(trial.would_guess, 0);
-    trial.enough = step.others_wait || 2 * would_guess >= step.sequences;
     const bool rests = trial.rest_left > 0;
-    if (rests && !step.guessed[static_cast<size_t>(source)]) --trial.rest_left;
+    if (rests && !guessed[Index(source)]) --trial.rest_left;
     if (rests || step.time <= absl::ZeroDuration()) trial.window = {};
   }
   if (step.sequences <= 0 || step.time <= absl::ZeroDuration()) return;
@@ -53,9 +77,15 @@ void DraftTrial::Observe(const Step& step, absl::FunctionRef<std::vector<Progres
     return;
   }
   const double seconds = absl::ToDoubleSeconds(step.time);
-  const bool guessed = std::ranges::count(step.guessed, true) > 0;
-  if (guessed) {
+  const bool has_answers = guessed[Index(DraftSource::kAnswer)];
+  const bool has_ngrams = guessed[Index(DraftSource::kNgram)];
+  if (has_answers || has_ngrams) {
     ++reference().guessed_since;
+    if (!has_answers && reference().steps >= kReferenceSteps) {
+      // The mean of steps with guesses, to which what the steps after them take more is added.
+      if (step.guessed[Index(DraftSource::kNgram)]) price() *= 1 - kLearned;
+      price() += kLearned * (seconds / reference().seconds() - 1);
+    }
   } else {
     constexpr double kKept = 0.95;
     Reference& without = reference();
@@ -63,19 +93,17 @@ void DraftTrial::Observe(const Step& step, absl::FunctionRef<std::vector<Progres
     without.weight = kKept * without.weight + 1;
     without.weighted_seconds = kKept * without.weighted_seconds + seconds;
     without.guessed_since = 0;
+    price() += kForgotten * (kFirstPrice - price());
   }
   for (const DraftSource source : kSources) {
     Trial& trial = TrialOf(source);
-    const bool has_guesses = step.guessed[static_cast<size_t>(source)];
     if (trial.rest_left > 0) continue;
-    const bool is_others = source == DraftSource::kAnswer
-                               ? step.guessed[static_cast<size_t>(DraftSource::kNgram)]
-                               : guessed && !has_guesses;
-    if (is_others) {
+    const bool is_answer = source == DraftSource::kAnswer;
+    if (is_answer ? has_ngrams : has_answers && !has_ngrams) {
       trial.window = {};
     } else {
       if (!trial.window.begin.empty()) trial.window.seconds += seconds;
-      if (has_guesses) Judge(source, step.others_wait, progress);
+      if (is_answer ? has_answers : has_ngrams) Judge(source, step.others_wait, progress);
     }
   }
 }

@@ -1,6 +1,7 @@
-// Whether guesses pay, by trial: how fast sequences advance with guesses and without. No price of a
-// row tells that: a step with guesses has more rows, which cost little or much, and may have to
-// wait for the end of the one before. Owned by the engine loop; confined to the engine thread.
+// Whether guesses pay: what a step with guesses takes more than one without, and, by trial, how
+// fast sequences advance with guesses and without. No price of a row tells that: a step with
+// guesses has more rows, which cost little or much, and may have to wait for the end of the one
+// before. Owned by the engine loop; confined to the engine thread.
 #pragma once
 
 #include <array>
@@ -15,6 +16,8 @@ namespace dorad::engine {
 
 class DraftTrial {
  public:
+  DraftTrial() { prices_.fill(kFirstPrice); }
+
   static constexpr std::array kSources = {DraftSource::kAnswer, DraftSource::kNgram};
   template <typename T>
   using BySource = std::array<T, kSources.size()>;
@@ -25,21 +28,22 @@ class DraftTrial {
     int64_t tokens = 0;  // so far
   };
   struct Step {
-    int64_t sequences = 0;  // running
-    // It had guesses of the source, or the one before, for whose end it may have waited.
-    BySource<bool> guessed = {};
+    int64_t sequences = 0;        // running
+    BySource<bool> guessed = {};  // it had guesses of the source
     // Requests wait for a place, or sequences for rows of their guesses. Then the tokens of all
     // sequences count. Otherwise three of four have to gain: a batch ends with its slowest ones.
     bool others_wait = false;
     absl::Duration time;  // from the end of the step before to its end; 0: it tells nothing
   };
 
-  // Called for each sample whose guesses would pay for their rows: whether it may guess now.
   // Guesses that rest are compared with what comes (DraftPace).
-  bool MayGuess(DraftSource source);
-  // After a step and its samples' calls of MayGuess. progress: of all running sequences. Where both
-  // sources guess, n-grams are judged for both.
-  void Observe(const Step& step, absl::FunctionRef<std::vector<Progress>()> progress);
+  bool rests(DraftSource source) const { return trials_[Index(source)].rest_left > 0; }
+  // A sample has a guess for its next step, which gains so many tokens in the mean, less the price
+  // of its rows. REQUIRES: guesses of the source do not rest.
+  void Propose(DraftSource source, double gain);
+  // After a step and its samples' proposals. Returns the sources whose proposals may be verified.
+  // progress: of all running sequences. Where both sources guess, n-grams are judged for both.
+  BySource<bool> Observe(const Step& step, absl::FunctionRef<std::vector<Progress>()> progress);
 
  private:
   // Steps without guesses, of numbers of sequences with the same highest bit.
@@ -56,34 +60,42 @@ class DraftTrial {
     double seconds = 0;
   };
   static constexpr int64_t kFirstRest = 16;
-  static constexpr int64_t kFirstWindow = 8;
+  static constexpr int64_t kFirstWindow = 4;
   struct Trial {
     Window window;
     int64_t rest_left = 0;  // steps without guesses of the source
     int64_t next_rest = kFirstRest;
     int64_t window_steps = kFirstWindow;
-    int64_t would_guess = 0;  // samples, since the last step
-    bool enough = false;      // as many as half of the sequences would then, or others waited
+    // Since the last step: samples, and the tokens that they would gain.
+    int64_t proposals = 0;
+    double gain = 0;
   };
   struct Rule {
     // Guesses that gain less rest.
     double least_gain = 1;
-    // None is tried while guesses would pay for fewer than half of the sequences, unless others
-    // wait.
-    bool of_half = false;
+    // What they gain has to pay for a step with guesses, and half of the sequences have to guess,
+    // unless others wait.
+    bool needs_company = false;
     // A clear gain, or one of all where others wait, needs no reference.
     bool trusted = false;
   };
   static constexpr Rule RuleOf(DraftSource source) {
     // The caller has asked for its drafts: they rest if they slow the others down.
     if (source == DraftSource::kAnswer) return {.least_gain = 0.97, .trusted = true};
-    return {.least_gain = 1.01, .of_half = true};
+    return {.least_gain = 1.01, .needs_company = true};
   }
 
-  Trial& TrialOf(DraftSource source) { return trials_[static_cast<size_t>(source)]; }
+  static constexpr size_t Index(DraftSource source) { return static_cast<size_t>(source); }
+  Trial& TrialOf(DraftSource source) { return trials_[Index(source)]; }
   // Of so many running sequences: that of the step before, if they are nearly as many.
   int BucketOf(int64_t sequences) const;
   Reference& reference() { return references_[bucket_]; }
+  double& price() { return prices_[bucket_]; }
+  // Compares a step to those before it. guessed: it or the step before had guesses.
+  void Compare(const Step& step, const BySource<bool>& guessed,
+               absl::FunctionRef<std::vector<Progress>()> progress);
+  // Whether the proposals since the step before may be verified, which then are none.
+  bool Decide(DraftSource source, const Step& step);
   // Judges a step with guesses of the source.
   void Judge(DraftSource source, bool others_wait,
              absl::FunctionRef<std::vector<Progress>()> progress);
@@ -92,8 +104,13 @@ class DraftTrial {
                                     int64_t* tokens);
   void MakeReference();
 
+  static constexpr double kFirstPrice = 0.1;
   std::array<Reference, 64> references_;
-  int bucket_ = -1;  // of the last step; -1: there was none
+  // What a step with n-grams, and the one after it, take more: a share of one without guesses. By
+  // the same numbers.
+  std::array<double, 64> prices_;
+  int bucket_ = 0;  // of the last step
+  BySource<bool> last_guessed_ = {};
   BySource<Trial> trials_;
 };
 

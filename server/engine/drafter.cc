@@ -25,13 +25,19 @@ DraftPace::DraftPace(int64_t most, bool trusts) : most_(most) {
   wrong_ = 2;
 }
 
-int64_t DraftPace::Next(const DraftPrice& price) const {
+double DraftPace::Gain(const DraftPrice& price, double tokens) const {
   // The k-th token is right with probability p to the k. Right, it saves its sequence's part of a
   // step; it costs a row in any case. If the first is wrong, the row that goes on behind it counts.
-  const double p = right_ / (right_ + wrong_);
-  const double length = std::min(std::log(price.row) / std::log(p), static_cast<double>(most_));
-  const double saved = p * (1 - std::pow(p, length)) / (1 - p);
-  if (saved - price.row * length < p * price.place) return 0;
+  const double p = RightShare();
+  const double saved = p * (1 - std::pow(p, tokens)) / (1 - p);
+  return saved - price.row * tokens - p * price.place;
+}
+
+int64_t DraftPace::Next(const DraftPrice& price) const {
+  // Up to the token that no longer pays for its row.
+  const double pays = std::log(price.row) / std::log(RightShare());
+  const double length = std::min(pays, static_cast<double>(most_));
+  if (Gain(price, length) < 0) return 0;
   return static_cast<int64_t>(std::min(length, static_cast<double>(longest_)));
 }
 

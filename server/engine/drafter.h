@@ -27,6 +27,9 @@ class DraftPace {
 
   // Tokens to guess now; 0: guesses do not pay.
   int64_t Next(const DraftPrice& price) const;
+  // What a guess of so many tokens gains in the mean, in tokens: those that it saves, less its
+  // price.
+  double Gain(const DraftPrice& price, double tokens) const;
   // `right` of the guessed tokens were taken; all_right: they were all.
   void Verified(int64_t right, bool all_right);
 
@@ -37,6 +40,8 @@ class DraftPace {
   void Came(absl::Span<const TokenId> tokens);
 
  private:
+  double RightShare() const { return right_ / (right_ + wrong_); }
+
   const int64_t most_;
   int64_t longest_ = 16;
   // Of the last guesses, which weigh more than earlier ones.

@@ -263,11 +263,15 @@ void EngineLoop::ObserveTrial(const StepRowCounts& rows, absl::Duration step_tim
   // A step with a prompt tells nothing.
   if (rows.has_prompt || time > kMostGap * step_time) time = absl::ZeroDuration();
   const bool others_wait = scheduler_.waiting() > 0 || scheduler_.drafts_wait();
-  DraftTrial::Step tried = {scheduler_.running(), {}, others_wait, time};
-  std::ranges::transform(rows.has_drafts, had_drafts_, tried.guessed.begin(), std::logical_or());
-  trial_.Observe(tried, [this] { return Progress(); });
+  const DraftTrial::Step tried = {scheduler_.running(), rows.has_drafts, others_wait, time};
+  const auto may_verify = trial_.Observe(tried, [this] { return Progress(); });
+  if (std::ranges::count(may_verify, false) > 0) {
+    for (Sequence* s : scheduler_.running_sequences()) {
+      if (s->draft.empty() || may_verify[static_cast<size_t>(s->draft_source)]) continue;
+      s->request->CompareDraft(s);
+    }
+  }
   last_step_end_ = now;
-  had_drafts_ = rows.has_drafts;
 }
 
 std::vector<DraftTrial::Progress> EngineLoop::Progress() const {

@@ -141,7 +141,6 @@ class EngineLoop {
   StepCost cost_;
   DraftTrial trial_;
   Instant last_step_end_;
-  DraftTrial::BySource<bool> had_drafts_ = {};  // the last step
   DutyCycleLimiter limiter_;
   GpuShareLimits gpu_share_limits_;
   Pauses pauses_;

@@ -213,14 +213,15 @@ void Request::Draft(const Chunk& chunk, int64_t tokens, const StepEnd& step) {
   // The source's guess, as a draft if it pays: after the token that the step in flight brings.
   const int64_t coming = sequence.sampling - 1;
   const auto guess = [&](DraftSource source, DraftPace& pace, auto next) {
-    int64_t length = std::min(most, pace.Next(step.price));
-    if (length > 0 && !step.trial->MayGuess(source)) length = 0;
+    const int64_t length = step.trial->rests(source) ? 0 : std::min(most, pace.Next(step.price));
     const auto guessed = next(length > 0 ? coming + length : pace.NextToCompare());
+    const int64_t ahead = static_cast<int64_t>(guessed.size()) - coming;
     if (length == 0) {
       if (!guessed.empty()) pace.Compare(guessed);
-    } else if (static_cast<int64_t>(guessed.size()) > coming) {
+    } else if (ahead > 0) {
       sequence.draft.assign(guessed.begin(), guessed.end());
       sequence.draft_source = source;
+      step.trial->Propose(source, pace.Gain(step.price, static_cast<double>(ahead)));
     }
   };
   sequence.draft.clear();
@@ -234,6 +235,14 @@ void Request::Draft(const Chunk& chunk, int64_t tokens, const StepEnd& step) {
   guess(DraftSource::kNgram, sample.ngram_pace, [&](int64_t n) {
     return n > 0 ? ngrams_->Next(static_cast<size_t>(sequence.index), n) : std::vector<TokenId>();
   });
+}
+
+void Request::CompareDraft(Sequence* sequence) {
+  Sample& sample = samples_[sequence->index];
+  const bool is_answer = sequence->draft_source == DraftSource::kAnswer;
+  DraftPace& pace = is_answer ? sample.answer_pace : sample.ngram_pace;
+  if (pace.NextToCompare() > 0) pace.Compare(sequence->draft);
+  sequence->draft.clear();
 }
 
 void Request::PushNonFinite(const Sequence& sequence, const std::string& detail, Instant now,

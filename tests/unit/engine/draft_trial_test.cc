@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 #include <random>
+#include <utility>
 
 #include "tests/unit/support/test.h"
 
@@ -16,6 +17,7 @@ struct Batch {
   int64_t length = 400;    // of each sample
   int64_t guessing = 1;    // the first ones
   double right = 1;        // tokens that a guess gains, in the mean
+  double expected = 1;     // those that its sample expects
   double slower = 1;       // a step with guesses, against one without
   int64_t from_token = 0;  // where guesses begin
   bool others_wait = false;
@@ -27,11 +29,12 @@ struct Server {
   std::mt19937 random{1};
   std::vector<DraftTrial::Progress> running;
   uint64_t next_id = 0;
-  bool guessed_before = false;
+  bool may_verify = false;
   int64_t steps = 0, guessed_steps = 0;
 
   // A step without guesses takes 1 + 1/64 for each sequence. Returns its time.
   double Step(const Batch& batch) {
+    const bool may = std::exchange(may_verify, false);
     bool guesses = false;
     const auto count = static_cast<int64_t>(running.size());
     for (int64_t i = 0; i < count; ++i) {
@@ -39,10 +42,14 @@ struct Server {
       sample.tokens += 1;
       const bool is_guessing =
           static_cast<int64_t>(sample.sequence % batch.sequences) < batch.guessing;
-      if (!is_guessing || sample.tokens < batch.from_token || !trial.MayGuess(batch.source))
-        continue;
-      guesses = true;
-      sample.tokens += std::poisson_distribution<int64_t>(batch.right)(random);
+      if (!is_guessing || sample.tokens < batch.from_token) continue;
+      if (may) {
+        guesses = true;
+        sample.tokens += std::poisson_distribution<int64_t>(batch.right)(random);
+      }
+      if (sample.tokens < batch.length && !trial.rests(batch.source)) {
+        trial.Propose(batch.source, batch.expected);
+      }
     }
     const double noise = 1 + std::normal_distribution<double>(0, 0.02)(random);
     const double time =
@@ -50,16 +57,16 @@ struct Server {
     std::erase_if(running, [&](const auto& sample) { return sample.tokens >= batch.length; });
     DraftTrial::Step step = {
         static_cast<int64_t>(running.size()), {}, batch.others_wait, absl::Milliseconds(time)};
-    step.guessed[static_cast<size_t>(batch.source)] = guesses || guessed_before;
-    trial.Observe(step, [&] { return running; });
+    step.guessed[static_cast<size_t>(batch.source)] = guesses;
+    may_verify = trial.Observe(step, [&] { return running; })[static_cast<size_t>(batch.source)];
     steps += 1;
-    guessed_before = guesses;
     guessed_steps += guesses ? 1 : 0;
     return time;
   }
   // Until all samples have ended.
   double Time(const Batch& batch) {
     for (int64_t i = 0; i < batch.sequences; ++i) running.push_back({next_id++, 0});
+    may_verify = false;
     double time = 0;
     while (!running.empty()) time += Step(batch);
     return time;
@@ -150,13 +157,55 @@ TEST(DraftTrialTest, AClearGainOfTheCallersDraftsIsNotInterrupted) {
   Batch batch = {.sequences = 8, .guessing = 8, .right = 20, .slower = 1.5};
   batch.source = DraftSource::kAnswer;
   server.Time(batch);
-  EXPECT_EQ(server.guessed_steps, server.steps);
+  EXPECT_EQ(server.guessed_steps, server.steps - 1) << "all but the first one";
   // Of a crowd, each gets a few rows.
   batch = {.sequences = 64, .guessing = 64, .right = 1, .slower = 1.5, .others_wait = true};
   batch.source = DraftSource::kAnswer;
   server = {};
   server.Time(batch);
-  EXPECT_EQ(server.guessed_steps, server.steps);
+  EXPECT_EQ(server.guessed_steps, server.steps - 1);
+}
+
+TEST(DraftTrialTest, NgramsHaveToPayForAStepWithGuesses) {
+  for (const bool others_wait : {false, true}) {
+    Batch batch = {.sequences = 64, .length = 800, .guessing = 64, .right = 1, .slower = 1.4};
+    batch.others_wait = others_wait;
+    const auto guessed_steps = [&](double expected) {
+      Server server;
+      server.Time({.sequences = 64, .guessing = 0});
+      batch.expected = expected;
+      server.Time(batch);
+      return server.guessed_steps;
+    };
+    EXPECT_EQ(guessed_steps(0.05), 0);
+    EXPECT_GT(guessed_steps(0.3), 0) << "no step has had guesses yet";
+    EXPECT_LT(guessed_steps(0.3), 40) << "a step takes 1.4 times as long, and is to bring 1.3";
+    EXPECT_GT(guessed_steps(0.5), 300);
+  }
+}
+
+TEST(DraftTrialTest, TheCallersDraftsDoNotRaiseThePriceOfNgrams) {
+  Server server;
+  Batch batch = {.sequences = 64, .length = 4000, .guessing = 64, .right = 20, .slower = 4};
+  batch.source = DraftSource::kAnswer;
+  server.Time({.sequences = 64, .guessing = 0});
+  server.Time(batch);
+  batch = {.sequences = 64, .guessing = 64, .right = 1, .slower = 1.2};
+  const int64_t before = server.guessed_steps;
+  server.Time(batch);
+  EXPECT_GT(server.guessed_steps, before + 150);
+}
+
+TEST(DraftTrialTest, APriceThatWasTooHighIsForgotten) {
+  Server server;
+  server.Time({.sequences = 64, .guessing = 0});
+  Batch batch = {.sequences = 64, .length = 400, .guessing = 64, .slower = 4};
+  server.Time(batch);
+  const int64_t before = server.guessed_steps;
+  EXPECT_LT(before, 40);
+  batch.slower = 1.05;
+  for (int i = 0; i < 10; ++i) server.Time(batch);
+  EXPECT_GT(server.guessed_steps, before + 1000);
 }
 
 TEST(DraftTrialTest, WhereOthersWaitTheTokensOfAllCount) {
@@ -174,10 +223,11 @@ TEST(DraftTrialTest, TokensOfStepsWithPromptsAreNotTakenForGains) {
   const auto step = [&](bool guesses) {
     for (DraftTrial::Progress& sample : running) {
       sample.tokens += 1;
-      may_guess = trial.MayGuess(DraftSource::kNgram);
+      if (!trial.rests(DraftSource::kNgram)) trial.Propose(DraftSource::kNgram, 1);
     }
-    trial.Observe({4, {false, guesses}, false, absl::Milliseconds(guesses ? 1.2 : 1.0)},
-                  [&] { return running; });
+    const absl::Duration time = absl::Milliseconds(guesses ? 1.2 : 1.0);
+    const auto may = trial.Observe({4, {false, guesses}, false, time}, [&] { return running; });
+    may_guess = may[static_cast<size_t>(DraftSource::kNgram)];
   };
   for (int i = 0; i < 20; ++i) step(/*guesses=*/false);
   int steps = 0;
@@ -216,14 +266,15 @@ TEST(DraftTrialTest, ReferencesAreMadeAlthoughGuessesComeLate) {
   std::vector<DraftTrial::Progress> running = {{1, 0}, {2, 0}, {3, 0}, {4, 0}};
   int late = 0, guessed_steps = 0;
   for (int i = 0; i < 300; ++i) {
-    bool may_guess = false;
-    for (int s = 0; s < 4; ++s) may_guess = trial.MayGuess(DraftSource::kNgram);
-    late = may_guess ? 3 : late - 1;
     const bool guesses = late > 0;
-    for (DraftTrial::Progress& sample : running) sample.tokens += guesses ? 4 : 1;
+    for (DraftTrial::Progress& sample : running) {
+      sample.tokens += guesses ? 4 : 1;
+      if (!trial.rests(DraftSource::kNgram)) trial.Propose(DraftSource::kNgram, 3);
+    }
     guessed_steps += guesses ? 1 : 0;
-    trial.Observe({4, {false, guesses}, false, absl::Milliseconds(guesses ? 1.2 : 1.0)},
-                  [&] { return running; });
+    const absl::Duration time = absl::Milliseconds(guesses ? 1.2 : 1.0);
+    const auto may = trial.Observe({4, {false, guesses}, false, time}, [&] { return running; });
+    late = may[static_cast<size_t>(DraftSource::kNgram)] ? 3 : late - 1;
   }
   EXPECT_GT(guessed_steps, 250);
 }
@@ -233,17 +284,20 @@ TEST(DraftTrialTest, GoodDraftsOfTheCallerGoOnWhereNgramsRest) {
   std::vector<DraftTrial::Progress> running;
   for (uint64_t i = 0; i < 64; ++i) running.push_back({i, 0});
   int answers = 0, ngrams = 0;
+  DraftTrial::BySource<bool> may = {};
   for (int i = 0; i < 1000; ++i) {
-    bool answer = false, ngram = false;
+    const auto [answer, ngram] = may;
     for (DraftTrial::Progress& sample : running) {
-      bool& may = sample.sequence < 8 ? answer : ngram;
-      may = trial.MayGuess(sample.sequence < 8 ? DraftSource::kAnswer : DraftSource::kNgram);
-      sample.tokens += sample.sequence < 8 && may ? 4 : 1;
+      const bool has_answer = sample.sequence < 8;
+      sample.tokens += has_answer && answer ? 4 : 1;
+      const DraftSource source = has_answer ? DraftSource::kAnswer : DraftSource::kNgram;
+      if (!trial.rests(source)) trial.Propose(source, 1);
     }
     answers += answer ? 1 : 0;
     ngrams += ngram ? 1 : 0;
     const double time = (answer ? 1.02 : 1) * (ngram ? 1.3 : 1);
-    trial.Observe({64, {answer, ngram}, false, absl::Milliseconds(time)}, [&] { return running; });
+    may = trial.Observe({64, {answer, ngram}, false, absl::Milliseconds(time)},
+                        [&] { return running; });
   }
   EXPECT_GT(answers, 900);
   EXPECT_LT(ngrams, 150);
@@ -253,14 +307,12 @@ TEST(DraftTrialTest, ARestEndsUnderAFlowOfPrompts) {
   Server server;
   server.Time({.sequences = 32, .guessing = 0});
   server.Time({.sequences = 32, .length = 100, .guessing = 32, .right = 0, .slower = 2});
-  const auto may_guess = [&] {
-    bool may = false;
-    for (int i = 0; i < 32; ++i) may = server.trial.MayGuess(DraftSource::kNgram);
+  const auto step = [&] {
     server.trial.Observe({32, {}, false, absl::ZeroDuration()}, [&] { return server.running; });
-    return may;
   };
-  int steps = 0;
-  while (!may_guess()) ASSERT_LT(++steps, 200);
+  ASSERT_TRUE(server.trial.rests(DraftSource::kNgram));
+  for (int i = 0; i < 200; ++i) step();
+  EXPECT_FALSE(server.trial.rests(DraftSource::kNgram));
 }
 
 TEST(DraftTrialTest, GuessesRestAndAreTriedAgain) {

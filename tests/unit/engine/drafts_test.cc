@@ -77,6 +77,25 @@ TEST_F(DraftsTest, TextsThatRepeatThemselvesTakeFewSteps) {
   EXPECT_THAT(metrics_.Render(), HasSubstr("dorad_draft_tokens_total{source=\"answer\"} 0\n"));
 }
 
+TEST_F(DraftsTest, OneOfManyThatWouldGuessVerifiesNone) {
+  for (const bool all : {false, true}) {
+    Start(DefaultOptions(), 200);
+    runner_->cycle = 9;
+    std::vector<std::shared_ptr<TokenStream>> streams;
+    for (int i = 0; i < 4; ++i) {
+      GenerateInput input = Input({0, 1, 2}, 120);
+      input.ngram_drafts = all || i == 0;
+      streams.push_back(Submit(std::move(input)));
+    }
+    uint32_t verified = 0;
+    for (const auto& stream : streams) {
+      verified += Wait(*stream).samples.at(0).finish.usage.drafts.tokens;
+    }
+    EXPECT_EQ(verified > 0, all);
+    ExpectEverythingBack();
+  }
+}
+
 TEST_F(DraftsTest, AnAnswerNeedsNoMoreThanTheContext) {
   EngineOptions options = DefaultOptions();
   options.context_length = 64;
