@@ -1,7 +1,7 @@
-// Whether guesses pay: what a step with guesses takes more than one without, and, by trial, how
-// fast sequences advance with guesses and without. No price of a row tells that: a step with
-// guesses has more rows, which cost little or much, and may have to wait for the end of the one
-// before. Owned by the engine loop; confined to the engine thread.
+// Whether guesses pay: the extra time of a step with guesses, and, by trial, how fast sequences
+// advance with guesses and without. No price of a row tells that: a step with guesses has more
+// rows, which cost little or much, and may have to wait for the end of the one before. Owned by the
+// engine loop; confined to the engine thread.
 #pragma once
 
 #include <array>
@@ -73,8 +73,8 @@ class DraftTrial {
   struct Rule {
     // Guesses that gain less rest.
     double least_gain = 1;
-    // What they gain has to pay for a step with guesses, and half of the sequences have to guess,
-    // unless others wait.
+    // A step's guesses have to gain more than its extra time costs, and half of the sequences have
+    // to guess, unless others wait.
     bool needs_company = false;
     // A clear gain, or one of all where others wait, needs no reference.
     bool trusted = false;
@@ -94,7 +94,7 @@ class DraftTrial {
   // Compares a step to those before it. guessed: it or the step before had guesses.
   void Compare(const Step& step, const BySource<bool>& guessed,
                absl::FunctionRef<std::vector<Progress>()> progress);
-  // Whether the proposals since the step before may be verified, which then are none.
+  // Whether the proposals since the last decision may be verified.
   bool Decide(DraftSource source, const Step& step);
   // Judges a step with guesses of the source.
   void Judge(DraftSource source, bool others_wait,
@@ -106,8 +106,8 @@ class DraftTrial {
 
   static constexpr double kFirstPrice = 0.1;
   std::array<Reference, 64> references_;
-  // What a step with n-grams, and the one after it, take more: a share of one without guesses. By
-  // the same numbers.
+  // The extra time of a step with n-grams, as a share of one without guesses, by the number of
+  // sequences as in references_.
   std::array<double, 64> prices_;
   int bucket_ = 0;  // of the last step
   BySource<bool> last_guessed_ = {};

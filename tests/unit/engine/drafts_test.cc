@@ -81,12 +81,14 @@ TEST_F(DraftsTest, OneOfManyThatWouldGuessVerifiesNone) {
   for (const bool all : {false, true}) {
     Start(DefaultOptions(), 200);
     runner_->cycle = 9;
+    engine_->Pause({PauseMode::kKeep, {}}, [](auto) {});  // all begin together
     std::vector<std::shared_ptr<TokenStream>> streams;
     for (int i = 0; i < 4; ++i) {
       GenerateInput input = Input({0, 1, 2}, 120);
       input.ngram_drafts = all || i == 0;
       streams.push_back(Submit(std::move(input)));
     }
+    engine_->Resume({}, [] {});
     uint32_t verified = 0;
     for (const auto& stream : streams) {
       verified += Wait(*stream).samples.at(0).finish.usage.drafts.tokens;
