@@ -100,12 +100,12 @@ void DraftTrial::Compare(const Step& step, const BySource<bool>& guessed,
   for (const DraftSource source : kSources) {
     Trial& trial = TrialOf(source);
     if (trial.rest_left > 0) continue;
-    const bool is_answer = source == DraftSource::kAnswer;
-    if (is_answer ? has_ngrams : has_answers && !has_ngrams) {
+    const bool is_others = source == DraftSource::kAnswer ? has_ngrams : has_answers && !has_ngrams;
+    if (is_others) {
       trial.window = {};
     } else {
       if (!trial.window.begin.empty()) trial.window.seconds += seconds;
-      if (is_answer ? has_answers : has_ngrams) Judge(source, step.others_wait, progress);
+      if (guessed[Index(source)]) Judge(source, step.others_wait, progress);
     }
   }
 }

@@ -21,6 +21,7 @@ class DraftTrial {
   static constexpr std::array kSources = {DraftSource::kAnswer, DraftSource::kNgram};
   template <typename T>
   using BySource = std::array<T, kSources.size()>;
+  static constexpr size_t Index(DraftSource source) { return static_cast<size_t>(source); }
 
   // Of a running sequence.
   struct Progress {
@@ -85,7 +86,6 @@ class DraftTrial {
     return {.least_gain = 1.01, .needs_company = true};
   }
 
-  static constexpr size_t Index(DraftSource source) { return static_cast<size_t>(source); }
   Trial& TrialOf(DraftSource source) { return trials_[Index(source)]; }
   // Of so many running sequences: that of the step before, if they are nearly as many.
   int BucketOf(int64_t sequences) const;

@@ -238,7 +238,7 @@ EngineLoop::StepRowCounts EngineLoop::CountRows(const std::vector<Chunk>& chunks
   for (const Chunk& chunk : chunks) {
     rows.count += chunk.count;
     rows.has_prompt |= chunk.count > 1 + static_cast<int64_t>(chunk.draft.size());
-    if (!chunk.draft.empty()) rows.has_drafts[static_cast<size_t>(chunk.draft_source)] = true;
+    if (!chunk.draft.empty()) rows.has_drafts[DraftTrial::Index(chunk.draft_source)] = true;
   }
   return rows;
 }
@@ -267,7 +267,7 @@ void EngineLoop::ObserveTrial(const StepRowCounts& rows, absl::Duration step_tim
   const auto may_verify = trial_.Observe(tried, [this] { return Progress(); });
   if (std::ranges::count(may_verify, false) > 0) {
     for (Sequence* s : scheduler_.running_sequences()) {
-      if (s->draft.empty() || may_verify[static_cast<size_t>(s->draft_source)]) continue;
+      if (s->draft.empty() || may_verify[DraftTrial::Index(s->draft_source)]) continue;
       s->request->CompareDraft(s);
     }
   }

@@ -57,8 +57,8 @@ struct Server {
     std::erase_if(running, [&](const auto& sample) { return sample.tokens >= batch.length; });
     DraftTrial::Step step = {
         static_cast<int64_t>(running.size()), {}, batch.others_wait, absl::Milliseconds(time)};
-    step.guessed[static_cast<size_t>(batch.source)] = guesses;
-    may_verify = trial.Observe(step, [&] { return running; })[static_cast<size_t>(batch.source)];
+    step.guessed[DraftTrial::Index(batch.source)] = guesses;
+    may_verify = trial.Observe(step, [&] { return running; })[DraftTrial::Index(batch.source)];
     steps += 1;
     guessed_steps += guesses ? 1 : 0;
     return time;
@@ -227,7 +227,7 @@ TEST(DraftTrialTest, TokensOfStepsWithPromptsAreNotTakenForGains) {
     }
     const absl::Duration time = absl::Milliseconds(guesses ? 1.2 : 1.0);
     const auto may = trial.Observe({4, {false, guesses}, false, time}, [&] { return running; });
-    may_guess = may[static_cast<size_t>(DraftSource::kNgram)];
+    may_guess = may[DraftTrial::Index(DraftSource::kNgram)];
   };
   for (int i = 0; i < 20; ++i) step(/*guesses=*/false);
   int steps = 0;
@@ -260,7 +260,7 @@ TEST(DraftTrialTest, LossesAreSeenWhereTheNumberOfSequencesVaries) {
   }
 }
 
-// Sequences that had no row keep their drafts, and verify them while guesses rest.
+// Steps under way verify their drafts while guesses rest.
 TEST(DraftTrialTest, ReferencesAreMadeAlthoughGuessesComeLate) {
   DraftTrial trial;
   std::vector<DraftTrial::Progress> running = {{1, 0}, {2, 0}, {3, 0}, {4, 0}};
@@ -274,7 +274,7 @@ TEST(DraftTrialTest, ReferencesAreMadeAlthoughGuessesComeLate) {
     guessed_steps += guesses ? 1 : 0;
     const absl::Duration time = absl::Milliseconds(guesses ? 1.2 : 1.0);
     const auto may = trial.Observe({4, {false, guesses}, false, time}, [&] { return running; });
-    late = may[static_cast<size_t>(DraftSource::kNgram)] ? 3 : late - 1;
+    late = may[DraftTrial::Index(DraftSource::kNgram)] ? 3 : late - 1;
   }
   EXPECT_GT(guessed_steps, 250);
 }
