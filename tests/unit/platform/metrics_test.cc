@@ -11,7 +11,7 @@ namespace dorad {
 namespace {
 
 Metrics::Info Info() {
-  Metrics::Info info{"1.2.3", "smol", "llama", "cpu", "fp32", "fp32"};
+  Metrics::Info info{"1.2.3", "smol", "llama", "cpu", "fp32", "fp8"};
   info.commit = "0123456789ab";
   info.top_adapters = 2;
   return info;
@@ -105,7 +105,7 @@ TEST(MetricsTest, ExportsWhatHappened) {
   const std::string text = metrics.Render();
   const std::map<std::string, std::string> expected = {
       {R"(dorad_build_info{commit="0123456789ab",cuda="no",version="1.2.3"})", "1"},
-      {R"(dorad_model_info{compute_dtype="fp32",device="cpu",instruction_set="",kv_dtype="fp32",model="smol",model_type="llama"})",
+      {R"(dorad_model_info{compute_dtype="fp32",device="cpu",instruction_set="",kv_dtype="fp8",model="smol",model_type="llama"})",
        "1"},
       {R"(dorad_requests_admitted_total{kind="generate"})", "1"},
       {R"(dorad_requests_admitted_total{kind="score"})", "0"},
