@@ -16,7 +16,6 @@ struct Unadjusted {
 
   __device__ Unadjusted() {}
   __device__ Unadjusted(const Launch&, int) {}
-  __device__ static bool Concerns(const Launch&, int) { return false; }
   __device__ static int NumBanned(const Wanted& wanted) { return wanted.num_banned; }
   __device__ static int32_t Ban(const Wanted& wanted, int i) { return wanted.banned[i]; }
 };
@@ -43,10 +42,6 @@ struct Adjuster {
     allowed = p.allowed_ids + how.allowed_begin;
     biases = p.biases + how.bias_begin;
     uses = p.uses + how.uses_begin;
-  }
-  // Whether a row needs one.
-  __device__ static bool Concerns(const Launch& p, int index) {
-    return p.samples[index].adjustments >= 0 || p.samples[index].conditional_count > 0;
   }
 
   __device__ int NumBanned(const Wanted& wanted) const {

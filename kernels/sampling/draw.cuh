@@ -12,7 +12,7 @@ namespace dorad::kernels {
 
 static_assert(kGroupSize == kWarp && kMostChunks * kChunk < 1 << kDrawnIdBits);
 
-// The sum of the row's chunk sums, the same for all lanes of a warp.
+// The sum over the row's chunks, the same for all lanes of a warp.
 template <typename Place>
 __device__ inline double Total(const Row<Place>& row, const float* sums) {
   double sum = 0.0;
@@ -46,54 +46,56 @@ __device__ inline bool Won(Ranked drawn, float limit) {
 }
 __device__ inline float RoughWeight(float distance) { return __expf(distance); }
 
-// Fills the block's group_words, for Draw after __syncthreads.
+// To `hits` and num_hits: the block's groups that may have a candidate below the limit, in any
+// order. For one block.
 template <typename Place>
-__device__ inline void FillNoise(const Row<Place>& row, const Noise& noise) {
-  uint4* const words = reinterpret_cast<uint4*>(Shared<Place>()->group_words);
-  for (int i = threadIdx.x; i < row.own * kWarp / 4; i += blockDim.x) {
-    words[i] = NoiseWords(noise, kGroups | static_cast<uint32_t>(row.first * kWarp / 4 + i));
+__device__ inline void FindGroups(const Row<Place>& row, const Noise& noise,
+                                  const Tempered& tempered, float maximum, float limit) {
+  typename Place::SharedMemory* const s = Shared<Place>();
+  const float4* const maxima = reinterpret_cast<const float4*>(Place::GroupMaxima(row));
+  __syncthreads();  // the last limit's are in use no more
+  if (threadIdx.x == 0) s->num_hits = 0;
+  __syncthreads();
+  const int quads = row.own * kWarp / 4;  // a call of NoiseWords has four groups
+  for (int quad = threadIdx.x; quad < quads; quad += blockDim.x) {
+    const uint4 words =
+        NoiseWords(noise, kGroups | static_cast<uint32_t>(row.first * kWarp / 4 + quad));
+    const float4 group_max = maxima[quad];
+    const float largest[] = {group_max.x, group_max.y, group_max.z, group_max.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float weight = RoughWeight(tempered(largest[i]) - maximum);
+      if (LeastOfGroup(WordAt(words, i)) < limit * weight) {
+        s->hits[atomicAdd(&s->num_hits, 1)] = static_cast<uint16_t>(4 * quad + i);
+      }
+    }
   }
+  __syncthreads();
 }
 
-// The best candidate below the limit in some groups of an own chunk, bits of `groups`. word: of the
-// lane's group. For a warp; each lane has its own best.
+// The best candidate below the limit among the members of these groups; each thread has its own.
+// For one block.
 template <typename Place>
 __device__ inline Ranked DrawFromGroups(const Row<Place>& row, const Noise& noise,
                                         const Tempered& tempered, float maximum, float limit,
-                                        Ranked last, int chunk, uint32_t groups, uint32_t word) {
-  constexpr int kParts = 8;  // lanes of a group, with four members each
-  const int part = row.lane % kParts;
+                                        Ranked last) {
+  const typename Place::SharedMemory* const s = Shared<Place>();
   Ranked best = 0;
-  while (groups != 0) {
-    int group = -1;
-    for (int i = 0; i < kWarp / kParts && groups != 0; ++i, groups &= groups - 1) {
-      if (row.lane / kParts == i) group = __ffs(groups) - 1;
+  for (int i = threadIdx.x; i < s->num_hits * kGroupSize; i += blockDim.x) {
+    const int group = s->hits[i / kGroupSize];
+    const int member = i % kGroupSize;
+    const int at = group / kWarp * kChunk + member / 2 * 2 * kWarp + group % kWarp * 2 + member % 2;
+    const int32_t id = row.IdAt(0) + at;
+    if (id >= row.vocabulary) continue;
+    const float z = tempered(Share(row)[at]);
+    const int index = row.first * kWarp + group;
+    const uint32_t group_word = NoiseWord(noise, kGroups, index);
+    const uint32_t word = NoiseWord(noise, kMembers, kGroupSize * index + member);
+    const float least = LeastOfGroup(group_word) + LeastOfMember(group_word, word, member);
+    if (least < limit * RoughWeight(z - maximum) && Rank(z, id) >= last) {
+      const double distance = static_cast<double>(z) - static_cast<double>(maximum);
+      best = max(best, Drawn(noise, id, distance, group_word, word));
     }
-    const uint32_t group_word = __shfl_sync(~0u, word, max(group, 0));
-    if (group >= 0) {
-      const uint32_t index = (row.first + chunk) * kWarp + group;
-      // The compiler may not compute parts of this ahead: few chunks need it, and registers are
-      // few.
-      uint64_t seed = noise.seed;
-      asm volatile("" : "+l"(seed));
-      const uint4 words = NoiseWords({seed, noise.position, noise.sample_index},
-                                     kMembers | (index * kParts + part));
-      const int offset = part * (kChunk / kParts) + 2 * group;
-      const float* const x = Share(row) + chunk * kChunk + offset;
-      for (int i = 0; i < 4; ++i) {
-        const int at = i / 2 * 2 * kWarp + i % 2;
-        const int32_t id = row.IdAt(chunk) + offset + at;
-        const float z = tempered(x[at]);
-        const uint32_t member_word = WordAt(words, i);
-        const float least =
-            LeastOfGroup(group_word) + LeastOfMember(group_word, member_word, 4 * part + i);
-        if (least < limit * RoughWeight(z - maximum) && Rank(z, id) >= last) {
-          const double distance = static_cast<double>(z) - static_cast<double>(maximum);
-          best = max(best, Drawn(noise, id, distance, group_word, member_word));
-        }
-      }
-    }
-    __syncwarp();
   }
   return best;
 }
@@ -103,18 +105,9 @@ __device__ inline Ranked DrawFromGroups(const Row<Place>& row, const Noise& nois
 template <typename Place>
 __device__ inline int32_t Draw(Row<Place>& row, const Noise& noise, const Tempered& tempered,
                                float maximum, float total, Ranked last) {
-  const RowShared<Place>* const s = Shared<Place>();
   for (float limit = kFirstLimit / total;; limit *= kNextLimit) {
-    Ranked best = 0;
-    for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
-      const uint32_t word = s->group_words[chunk * kWarp + row.lane];
-      const float z = tempered(GroupMax(row, chunk));
-      const uint32_t groups =
-          __ballot_sync(~0u, LeastOfGroup(word) < limit * RoughWeight(z - maximum));
-      if (groups == 0) continue;
-      best = max(best,
-                 DrawFromGroups(row, noise, tempered, maximum, limit, last, chunk, groups, word));
-    }
+    FindGroups(row, noise, tempered, maximum, limit);
+    Ranked best = DrawFromGroups(row, noise, tempered, maximum, limit, last);
     const Ranked* const all = Exchange(row, BlockMax(row, best));
     for (int i = 0; i < Place::kBlocks; ++i) best = max(best, all[i]);
     if (Won(best, limit)) return DrawnId(best);
@@ -225,8 +218,6 @@ __device__ __noinline__ Kept DrawFromMany(Row<Place>& row, const Wanted& wanted,
   }
   const Survivors kept = SumSurvivors(row, maximum, bound, wanted.min_p);
   const double total = static_cast<double>(kept.units);
-  FillNoise(row, wanted.noise);
-  __syncthreads();
   const int32_t token = Draw(row, wanted.noise, Tempered(maximum, 1.0f), maximum,
                              static_cast<float>(total / kUnits), kept.last);
   return {kept.last, log(total) - log(kUnits), token};

@@ -11,11 +11,15 @@ namespace dorad::kernels {
 struct InBlock {
   static constexpr int kBlocks = 1;
   static constexpr int kBarriers = 1;  // unused
+  using SharedMemory = RowShared<InBlock>;
   struct Memory {
-    float* logits;  // the block's part of the workspace
+    float* logits;  // the block's part of the workspace; then the groups' maxima
   };
 
   __device__ static float* Logits(const Row<InBlock>& row) { return row.logits; }
+  __device__ static float* GroupMaxima(const Row<InBlock>& row) {
+    return row.logits + row.share * kChunk;
+  }
   // Of a block's part, for `chunks` chunks.
   static constexpr size_t LogitsSize(int chunks) {
     return static_cast<size_t>(kChunk + kWarp) * static_cast<size_t>(chunks);

@@ -15,11 +15,15 @@ namespace dorad::kernels {
 struct InCluster {
   static constexpr int kBlocks = 8;
   static constexpr int kBarriers = kMostChunks / kBlocks;  // one for each chunk of a block
+  using SharedMemory = RowShared<InCluster>;
   struct Memory {};
 
   // Shared memory: the block's logits and maxima follow RowShared.
   __device__ static float* Logits(const Row<InCluster>&) {
     return reinterpret_cast<float*>(row_memory + ShareOffset());
+  }
+  __device__ static float* GroupMaxima(const Row<InCluster>& row) {
+    return Logits(row) + row.share * kChunk;
   }
   static constexpr size_t ShareOffset() { return (sizeof(RowShared<InCluster>) + 127) / 128 * 128; }
   static constexpr size_t SharedBytes(int share) {

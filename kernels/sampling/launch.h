@@ -29,9 +29,14 @@ struct Launch {
   int32_t max_top;
 };
 
-// adjusts: a row may have adjustments or conditional bans.
+// The plain rows. workspace: of PlainBytes, 128-byte aligned, zero before the first use.
+size_t PlainBytes(int rows, int vocabulary);
+cudaError_t SamplePlain(const Launch& p, int rows, void* workspace, cudaStream_t stream);
+
+// The other rows. adjusts: a row may have adjustments or conditional bans.
 cudaError_t SampleSm90(const Launch& p, int rows, bool adjusts, cudaStream_t stream);
-// workspace: of SampleWorkspaceBytes.
+// workspace: of MmaBytes, any contents.
+cudaError_t MmaBytes(int rows, int vocabulary, size_t* bytes);
 cudaError_t SampleMma(const Launch& p, int rows, bool adjusts, void* workspace,
                       cudaStream_t stream);
 

@@ -50,17 +50,25 @@ struct Tempered {
   // The quotient of the rounded reciprocal, corrected twice: after the first correction it is
   // within an ulp, and the second then rounds correctly (Markstein).
   __device__ float Divide(float a) const {
-    if (!quick || a < -0x1p80f) return __fdiv_rn(a, temperature);
+    return quick && a >= -0x1p80f ? QuickQuotient(a) : __fdiv_rn(a, temperature);
+  }
+  __device__ float QuickQuotient(float a) const {
     float q = __fmul_rn(a, inverse);
     q = __fmaf_rn(__fmaf_rn(-q, temperature, a), inverse, q);
     return __fmaf_rn(__fmaf_rn(-q, temperature, a), inverse, q);
   }
-  __device__ float operator()(float x) const {
-    return identity ? x : Divide(__fsub_rn(x, maximum));
+  // z less the largest of the row's.
+  __device__ float Distance(float x) const {
+    const float distance = __fsub_rn(x, maximum);
+    return identity ? distance : Divide(distance);
   }
+  __device__ float operator()(float x) const { return identity ? x : Distance(x); }
   // The largest of the row's results.
   __device__ float Maximum() const { return identity ? maximum : 0.0f; }
 };
+
+// Not inlined: seldom needed, and long.
+__device__ __noinline__ inline float SlowQuotient(float a, float b) { return __fdiv_rn(a, b); }
 
 // Ordered like the numbers; -0 as +0. Not for NaN.
 __device__ inline uint32_t OrderedBits(float x) {

@@ -20,29 +20,42 @@ constexpr int kListed = 2048;  // candidates that a list takes
 constexpr int kWarp = 32;
 constexpr int kScanThreads = 256;  // least threads of a block
 
-// A block's shared memory beside the logits. Members of the first block only are marked so; all
-// blocks write to those of the first block.
+constexpr int ChunksOf(int vocabulary) { return (vocabulary + kChunk - 1) / kChunk; }
+
+// A block's shared memory for sums, a draw and the results. Members of the first block only are
+// marked so; all blocks write to those of the first block.
 template <typename Place>
-struct RowShared {
-  static constexpr int kMostShare = kMostChunks / Place::kBlocks;  // chunks of one block
-  uint64_t landed[Place::kBarriers];
+struct ResultShared {
   Ranked exchange[2][Place::kBlocks];
-  float chunk_max[kMostShare];
+  Ranked reduced[kWarp];
+  // Parts of the row's sums by chunk, see PartOf.
   float raw_sums[kMostChunks];
   float sums[kMostChunks];
+  double raw_log_total;  // first block, as the rest
+  double log_total;
+  uint32_t first_id;
+  int32_t token;
+  int num_hits;  // of each block, see FindGroups
+};
+
+// And for all else, beside the logits.
+template <typename Place>
+struct RowShared : ResultShared<Place> {
+  static constexpr int kMostShare = kMostChunks / Place::kBlocks;  // chunks of one block
+  uint64_t landed[Place::kBarriers];
+  float chunk_max[kMostShare];
   uint32_t counts[kBins];  // candidates by bin; zero between uses
   union {
     Ranked list[kListed];  // first block
     Ranked measure[kBins];
-    alignas(16) uint32_t group_words[kMostShare * kWarp];  // see FillNoise
+    uint16_t hits[kMostShare * kWarp];
   };
-  Ranked reduced[kWarp];
   double scan_double[kScanThreads / kWarp];
   Ranked scan_ranked[kScanThreads / kWarp];
   Ranked crossed;  // first block
   Ranked before_crossed;
   uint32_t listed;     // first block
-  uint32_t first_id;   // first block
+  uint32_t gathered;   // of each block
   int32_t picked_bin;  // set by the first block
   int32_t picked_count;
   uint32_t equals, last_equal;
@@ -50,18 +63,14 @@ struct RowShared {
   int32_t last_kept;      // first block, as the rest
   int32_t num_kept;
   double total;
-  double raw_log_total;
-  double log_total;
-  float token_logprob;
-  int32_t token;
 };
 
-// A kernel's dynamic shared memory: RowShared, and what the place puts after it. By name and not by
-// pointer, so that the compiler knows the memory.
+// A kernel's dynamic shared memory: the place's SharedMemory, and what it puts after it. By name
+// and not by pointer, so that the compiler knows the memory.
 extern __shared__ __align__(128) unsigned char row_memory[];
 template <typename Place>
-__device__ inline RowShared<Place>* Shared() {
-  return reinterpret_cast<RowShared<Place>*>(row_memory);
+__device__ inline typename Place::SharedMemory* Shared() {
+  return reinterpret_cast<typename Place::SharedMemory*>(row_memory);
 }
 
 template <typename Place>
@@ -80,9 +89,9 @@ struct Row : Place::Memory {
   __device__ int IdAt(int chunk) const { return (first + chunk) * kChunk; }
 };
 
-// The block's logits, -inf beyond the vocabulary, then the groups' maxima.
+// The block's logits; where they are a copy, -inf beyond the vocabulary.
 template <typename Place>
-__device__ inline float* Share(const Row<Place>& row) {
+__device__ inline auto* Share(const Row<Place>& row) {
   return Place::Logits(row);
 }
 
@@ -90,7 +99,7 @@ __device__ inline float* Share(const Row<Place>& row) {
 // least what is drawn from.
 template <typename Place>
 __device__ inline float& GroupMax(const Row<Place>& row, int chunk) {
-  return Share(row)[row.share * kChunk + chunk * kWarp + row.lane];
+  return Place::GroupMaxima(row)[chunk * kWarp + row.lane];
 }
 
 // Calls f(z, id) for the lane's elements of an own chunk: pairs of neighbours, 64 elements apart.
@@ -227,49 +236,54 @@ __device__ inline float SumColumns(float a, float b) {
   return a + b;
 }
 
-// To every block's raw_sums or sums, for each chunk: Σ exp(z - maximum). Complete after the next
-// Sync of the place.
-template <typename Place>
-__device__ inline void SumExp(const Row<Place>& row, float maximum, float* sums) {
-  for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
-    const float2* at = reinterpret_cast<const float2*>(Share(row) + chunk * kChunk) + row.lane;
-    float a = 0.0f;
-    float b = 0.0f;
-#pragma unroll 8
+// A chunk's sum of exp((x - its maximum) / temperature), so that it needs no other chunk. pair(i):
+// the lane's pairs of logits. 0: none is above -inf. For a warp.
+template <typename Pair>
+__device__ inline float SumChunk(float chunk_max, float temperature, Pair pair) {
+  if (!(chunk_max > -Infinity())) return 0.0f;
+  const Tempered tempered(chunk_max, temperature);
+  float a = 0.0f;
+  float b = 0.0f;
+  // All indices are constants, so that pairs in registers stay there.
+  const auto add = [&](auto weight) {
+#pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const float2 v = at[i * kWarp];
-      a += Exp(v.x - maximum);
-      b += Exp(v.y - maximum);
+      const float2 v = pair(i);
+      a += weight(v.x - chunk_max);
+      b += weight(v.y - chunk_max);
     }
-    const float sum = SumColumns(a, b);
-    if (row.lane < Place::kBlocks) *Place::Remote(sums + row.first + chunk, row.lane) = sum;
+  };
+  if (tempered.identity) {
+    add([](float x) { return Exp(x); });
+  } else if (tempered.quick) {
+    // Beyond the bound of quick quotients, weights are 0.
+    add([&](float x) { return Exp(tempered.QuickQuotient(fmaxf(x, -0x1p80f))); });
+  } else {
+    add([&](float x) { return Exp(SlowQuotient(x, temperature)); });
   }
+  return SumColumns(a, b);
 }
 
-// The same over tempered logits; with kRaw that of the raw ones to the first block's raw_sums, too.
-template <bool kRaw, typename Place>
-__device__ inline void SumExpTempered(const Row<Place>& row, const Tempered& tempered) {
+// Its part of the row's sum of exp(z - maximum). chunk_max: as z.
+__device__ inline float PartOf(float sum, float chunk_max, float maximum) {
+  if (sum == 0.0f) return 0.0f;
+  return static_cast<float>(static_cast<double>(sum) *
+                            exp(static_cast<double>(chunk_max) - static_cast<double>(maximum)));
+}
+
+// To every block's raw_sums or sums the parts of the block's chunks. The logits are x, `maximum` is
+// the largest z. Needs chunk_max. Complete after the next Sync of the place.
+template <typename Place>
+__device__ inline void SumExp(const Row<Place>& row, const Tempered& tempered, float maximum,
+                              float* sums) {
   for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
     const float2* at = reinterpret_cast<const float2*>(Share(row) + chunk * kChunk) + row.lane;
-    float a = 0.0f, b = 0.0f, raw_a = 0.0f, raw_b = 0.0f;
-#pragma unroll 4
-    for (int i = 0; i < kPairs; ++i) {
-      const float2 v = at[i * kWarp];
-      const float x = v.x - tempered.maximum;
-      const float y = v.y - tempered.maximum;
-      a += Exp(tempered.Divide(x));
-      b += Exp(tempered.Divide(y));
-      if constexpr (kRaw) {
-        raw_a += Exp(x);
-        raw_b += Exp(y);
-      }
-    }
-    const float sum = SumColumns(a, b);
-    if (row.lane < Place::kBlocks)
-      *Place::Remote(Shared<Place>()->sums + row.first + chunk, row.lane) = sum;
-    if constexpr (kRaw) {
-      const float raw_sum = SumColumns(raw_a, raw_b);
-      if (row.lane == 0) *Place::Remote(Shared<Place>()->raw_sums + row.first + chunk, 0) = raw_sum;
+    const float chunk_max = Shared<Place>()->chunk_max[chunk];
+    const float sum =
+        SumChunk(chunk_max, tempered.temperature, [&](int i) { return at[i * kWarp]; });
+    if (row.lane < Place::kBlocks) {
+      *Place::Remote(sums + row.first + chunk, row.lane) =
+          PartOf(sum, tempered(chunk_max), maximum);
     }
   }
 }

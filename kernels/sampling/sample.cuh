@@ -1,8 +1,10 @@
-// Samples or scores one row. Internal to kernels/sampling.
+// Samples or scores one row that is not plain: with adjustments, banned ids, a top list or
+// truncation. Internal to kernels/sampling.
 #pragma once
 
 #include "kernels/sampling/adjust.cuh"
 #include "kernels/sampling/draw.cuh"
+#include "kernels/sampling/results.cuh"
 #include "kernels/sampling/select.cuh"
 #include "kernels/sampling/wanted.cuh"
 
@@ -24,16 +26,21 @@ __device__ inline void Temper(const Row<Place>& row, const Tempered& tempered) {
   }
 }
 
-// Replaces x by z, also in GroupMax, and banned logits by -inf.
-template <typename Place, typename A>
-__device__ void Process(const Row<Place>& row, const Wanted& wanted, const A& adjuster,
-                        const Tempered& tempered) {
-  if (!tempered.identity) {
-    Temper(row, tempered);
-    for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
-      GroupMax(row, chunk) = tempered(GroupMax(row, chunk));
+// The same for chunk_max and GroupMax.
+template <typename Place>
+__device__ inline void TemperMaxima(const Row<Place>& row, const Tempered& tempered) {
+  for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
+    GroupMax(row, chunk) = tempered(GroupMax(row, chunk));
+    if (row.lane == 0) {
+      float& chunk_max = Shared<Place>()->chunk_max[chunk];
+      chunk_max = tempered(chunk_max);
     }
   }
+}
+
+// Replaces banned logits by -inf.
+template <typename Place, typename A>
+__device__ void Ban(const Row<Place>& row, const Wanted& wanted, const A& adjuster) {
   __syncthreads();
   for (int i = threadIdx.x; i < adjuster.NumBanned(wanted); i += blockDim.x) {
     const int32_t id = adjuster.Ban(wanted, i);
@@ -43,94 +50,21 @@ __device__ void Process(const Row<Place>& row, const Wanted& wanted, const A& ad
   __syncthreads();
 }
 
-// The first block's final outputs for rows without truncation: token, log-probabilities of token
-// and chosen. token: the drawn one, else of no meaning. `maximum` is of z, `raw`: the temperature
-// of raw ones.
+// A row from its largest logit on. For all blocks.
 template <typename Place, typename A>
-__device__ void FinishFull(const Row<Place>& row, const Wanted& wanted, const A& adjuster,
-                           const Tempered& tempered, float maximum, const Tempered& raw,
-                           int32_t token, const Target& to) {
+__device__ __noinline__ void RunFrom(Row<Place>& row, const Wanted& wanted, const A& adjuster,
+                                     float row_maximum, const Target& to) {
   RowShared<Place>* const s = Shared<Place>();
-  if (row.warp == 0) {
-    if (wanted.score) token = wanted.target;
-    if (wanted.greedy) token = static_cast<int32_t>(s->first_id);
-    if (row.lane == 0) s->token = token;
-    if (wanted.score || (wanted.processed && !wanted.greedy)) {
-      const double total = Total(row, s->sums);
-      if (row.lane == 0) s->log_total = log(total);
-    }
-    if (wanted.raw) {
-      const double raw_total = Total(row, s->raw_sums);
-      if (row.lane == 0) s->raw_log_total = log(raw_total);
-    }
-    __syncwarp();
-    [[maybe_unused]] float adjusted = 0.0f;
-    if constexpr (A::kPossible) {
-      if (wanted.processed) adjusted = AdjustedByWarp(row, adjuster, row.x[token], token);
-    }
-    if (row.lane == 0) {
-      float logprob = 0.0f;
-      if (wanted.raw) {
-        logprob = LogProb(raw(row.x[token]), raw.Maximum(), s->raw_log_total);
-      } else if (wanted.score || (wanted.processed && !wanted.greedy)) {
-        const float x = token < 0 ? NotANumber() : A::kPossible ? adjusted : row.x[token];
-        logprob = token < 0 ? NotANumber() : LogProb(tempered(x), maximum, s->log_total);
-      }
-      *to.token = token;
-      *to.logprob = logprob;
-      *to.finite = 1;
-    }
-  }
-}
-
-// Chosen ids; kept: the truncated distribution, or nullptr. For the first block.
-template <typename Place, typename A>
-__device__ void WriteChosen(const Row<Place>& row, const Wanted& wanted, const A& adjuster,
-                            const Tempered& tempered, float maximum, const Tempered& raw,
-                            const Kept* kept) {
-  RowShared<Place>* const s = Shared<Place>();
-  __syncthreads();
-  for (int base = row.warp * kWarp; base < wanted.num_chosen; base += blockDim.x) {
-    const int i = base + row.lane;
-    const int32_t id = i < wanted.num_chosen ? wanted.chosen[i] : -1;
-    const bool valid = id >= 0 && id < row.vocabulary;
-    float x = valid ? row.x[id] : NotANumber();
-    if constexpr (A::kPossible) {
-      for (int lane = 0; lane < kWarp && adjuster.on && wanted.processed; ++lane) {
-        const float adjusted =
-            AdjustedByWarp(row, adjuster, __shfl_sync(~0u, x, lane), __shfl_sync(~0u, id, lane));
-        if (row.lane == lane) x = adjusted;
-      }
-    }
-    if (i >= wanted.num_chosen) continue;
-    float logprob;
-    if (!valid) {
-      logprob = NotANumber();
-    } else if (wanted.raw) {
-      logprob = LogProb(raw(x), raw.Maximum(), s->raw_log_total);
-    } else if (wanted.greedy) {
-      logprob = id == s->token ? 0.0f : -Infinity();
-    } else {
-      const float z = Banned(wanted, adjuster, id) ? -Infinity() : tempered(x);
-      const bool possible = kept == nullptr || Rank(z, id) >= kept->last;
-      logprob = possible ? LogProb(z, maximum, s->log_total) : -Infinity();
-    }
-    wanted.chosen_logprobs[i] = logprob;
-  }
-}
-
-// Rows with adjustments, banned ids, top lists or truncation. For all blocks.
-template <typename Place, typename A>
-__device__ __noinline__ void RunGeneral(Row<Place>& row, const Wanted& wanted, const A& adjuster,
-                                        Tempered& tempered, const Tempered& raw, const Target& to) {
-  RowShared<Place>* const s = Shared<Place>();
+  Tempered tempered(row_maximum, wanted.temperature);
+  const Tempered raw(row_maximum, wanted.raw_temperature);
   if (wanted.raw) {
-    if (!raw.identity) {
-      Temper(row, raw);
-      __syncthreads();
-    }
-    SumExp(row, raw.Maximum(), s->raw_sums);
+    SumExp(row, raw, raw.Maximum(), s->raw_sums);
     if (wanted.top_logprobs > 0) {
+      if (!raw.identity) {
+        Temper(row, raw);
+        TemperMaxima(row, raw);
+      }
+      __syncthreads();
       ListFirst(row, raw.Maximum(), wanted.top_logprobs);
       if (row.rank == 0) {
         if (row.warp == 0) {
@@ -142,9 +76,10 @@ __device__ __noinline__ void RunGeneral(Row<Place>& row, const Wanted& wanted, c
       }
     }
     __syncthreads();
-    if (!raw.identity) {
+    if (!raw.identity && wanted.top_logprobs > 0) {
       for (int chunk = row.warp; chunk < row.own; chunk += row.warps) LoadChunk(row, chunk);
       __syncthreads();
+      RowMax(row, false);
     }
   }
   float maximum = tempered.Maximum();
@@ -160,22 +95,25 @@ __device__ __noinline__ void RunGeneral(Row<Place>& row, const Wanted& wanted, c
       maximum = tempered.Maximum();
     }
   }
-  const bool has_bans = adjuster.NumBanned(wanted) > 0;
-  if (!tempered.identity || has_bans) Process(row, wanted, adjuster, tempered);
-  if (has_bans) {
-    maximum = RowMax(row, false);
-    if (!(maximum > -Infinity())) {
+  if (adjuster.NumBanned(wanted) > 0) {
+    Ban(row, wanted, adjuster);
+    const float left = RowMax(row, false);
+    if (!(left > -Infinity())) {
       if (row.rank == 0) WriteUnusable(wanted, to);
       return;
     }
+    maximum = tempered(left);
   }
+  // Before x is replaced, as a plain row's.
+  if (!wanted.truncated && !wanted.greedy) SumExp(row, tempered, maximum, s->sums);
+  if (!tempered.identity) {
+    Temper(row, tempered);
+    TemperMaxima(row, tempered);
+  }
+  __syncthreads();
 
   if (!wanted.truncated) {
-    if (wanted.greedy) {
-      FindFirst(row, maximum);
-    } else {
-      SumExp(row, maximum, s->sums);
-    }
+    if (wanted.greedy) FindFirst(row, maximum);
     const bool list = wanted.top_logprobs > 0 && !wanted.greedy && !wanted.raw;
     if (list) ListFirst(row, maximum, wanted.top_logprobs);
     Place::Sync();
@@ -186,12 +124,9 @@ __device__ __noinline__ void RunGeneral(Row<Place>& row, const Wanted& wanted, c
       }
       __syncthreads();
       WriteTop(row, wanted, to, row.vocabulary, maximum, s->log_total, wanted.score);
-      __syncthreads();  // the noise overwrites the list
     }
     int32_t token = -1;
     if (wanted.Draws()) {
-      FillNoise(row, wanted.noise);
-      __syncthreads();
       token =
           Draw(row, wanted.noise, Tempered(maximum, 1.0f), maximum, RoughTotal(row, s->sums), 0);
     }
@@ -208,10 +143,11 @@ __device__ __noinline__ void RunGeneral(Row<Place>& row, const Wanted& wanted, c
   }
 
   const bool mass_of_all = wanted.top_p < 1.0f && wanted.top_k == 0;
-  if (mass_of_all) SumExp(row, maximum, s->sums);
-  CountByDistance(row, maximum);
+  // The logits are z by now.
+  if (mass_of_all) SumExp(row, Tempered(maximum, 1.0f), maximum, s->sums);
+  Place::Sync();
+  BinRule rule;
   if (row.rank == 0) {
-    BinRule rule;
     rule.last = BinOf(87.3f);  // beyond it weights are 0
     if (wanted.top_k > 0) {
       rule.count = static_cast<uint32_t>(wanted.top_k);
@@ -233,16 +169,11 @@ __device__ __noinline__ void RunGeneral(Row<Place>& row, const Wanted& wanted, c
       }
       if (wanted.min_p > 0.0f) rule.last = min(rule.last, BinOf(-logf(0.5f * wanted.min_p)));
     }
-    PickBin(row, rule);
   }
-  Place::Sync();
-  const int count = s->picked_count;
+  const int count = ListByRule(row, maximum, rule);
   const bool list = count <= kListed;
   Kept kept;
   if (list) {
-    const int bin = s->picked_bin;
-    Gather(row, [&](float z, int) { return BinOf(maximum - z) <= bin; });
-    Place::Sync();
     if (row.rank != 0) return;
     kept = DrawFromList(row, wanted, maximum, count, s->total);
   } else {
@@ -286,16 +217,18 @@ __device__ __noinline__ void RunGeneral(Row<Place>& row, const Wanted& wanted, c
   WriteChosen(row, wanted, adjuster, tempered, maximum, raw, &kept);
 }
 
-// The whole of it. For all blocks of the row; `memory`: of this one.
+// The whole of it, if the row is not plain. For all blocks of the row; `memory`: of this one.
 template <typename Place, typename A>
 __device__ __forceinline__ void SampleRow(const Launch& p, int index,
                                           const typename Place::Memory& memory) {
+  const Wanted wanted(p, index);
+  if (wanted.plain) return;
   Row<Place> row;
   static_cast<typename Place::Memory&>(row) = memory;
   row.x = p.logits + index * p.logits_ld;
   row.vocabulary = p.vocabulary;
   row.rank = Place::Rank();
-  row.chunks = (p.vocabulary + kChunk - 1) / kChunk;
+  row.chunks = ChunksOf(p.vocabulary);
   row.share = (row.chunks + Place::kBlocks - 1) / Place::kBlocks;
   row.first = row.rank * row.share;
   row.own = max(min(row.share, row.chunks - row.first), 0);
@@ -304,16 +237,9 @@ __device__ __forceinline__ void SampleRow(const Launch& p, int index,
   row.warps = blockDim.x / kWarp;
   Place::StartLoad(row);
 
-  Wanted wanted(p, index);
-  const bool simple = wanted.num_banned == 0 && wanted.top_logprobs == 0 && !wanted.truncated &&
-                      !A::Concerns(p, index);
   RowShared<Place>* const s = Shared<Place>();
   if (threadIdx.x == 0) s->first_id = ~0u;
-  if (!simple) {
-    for (int i = threadIdx.x; i < kBins; i += blockDim.x) s->counts[i] = 0;
-  } else if (wanted.Draws()) {
-    FillNoise(row, wanted.noise);
-  }
+  for (int i = threadIdx.x; i < kBins; i += blockDim.x) s->counts[i] = 0;
   // All blocks have started, and the first one may be written to.
   Place::Sync();
 
@@ -323,42 +249,7 @@ __device__ __forceinline__ void SampleRow(const Launch& p, int index,
     if (row.rank == 0) WriteUnusable(wanted, to);
     return;
   }
-  const Tempered tempered(maximum, wanted.temperature);
-  if (!simple) {
-    // Copies, so that the other rows' values can stay in registers.
-    Row<Place> general = row;
-    const Wanted all = wanted;
-    const A adjuster(p, index);
-    Tempered copy = tempered;
-    RunGeneral(general, all, adjuster, copy, Tempered(maximum, wanted.raw_temperature), to);
-    return;
-  }
-  if (wanted.raw_temperature != 1.0f) {  // what is sampled from
-    wanted.raw = false;
-    wanted.processed = true;
-  }
-  if (wanted.greedy) FindFirst(row, maximum);
-  if (tempered.identity) {
-    if (wanted.raw) SumExp(row, maximum, s->raw_sums);
-    if (!wanted.greedy && !wanted.raw) SumExp(row, maximum, s->sums);
-  } else if (wanted.raw) {
-    SumExpTempered<true>(row, tempered);
-  } else {
-    SumExpTempered<false>(row, tempered);
-  }
-  Place::Sync();
-  int32_t token = -1;
-  if (wanted.Draws()) {
-    // At temperature 1 the raw sums are the sums.
-    const float* const sums = tempered.identity && wanted.raw ? s->raw_sums : s->sums;
-    token = Draw(row, wanted.noise, tempered, tempered.Maximum(), RoughTotal(row, sums), 0);
-  }
-  if (row.rank != 0) return;
-  const Tempered raw(maximum, 1.0f);
-  FinishFull(row, wanted, Unadjusted(), tempered, tempered.Maximum(), raw, token, to);
-  if (wanted.num_chosen > 0) {
-    WriteChosen(row, wanted, Unadjusted(), tempered, tempered.Maximum(), raw, nullptr);
-  }
+  RunFrom(row, wanted, A(p, index), maximum, to);
 }
 
 }  // namespace dorad::kernels

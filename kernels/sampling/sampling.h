@@ -5,16 +5,20 @@
 // that a token id has whatever the logits (server/backends/cpu/ops/noise.h). Exponentials and their
 // sums are computed in the order of the CPU's AVX-512 kernels, sums of them in double: for equal
 // logits both keep the same candidates, give the same token, and the same log-probability except
-// for the rounding of double sums. If more than kMostListed candidates can survive truncation,
-// their weights are added as integers, multiples of 2^-45 of the largest.
+// for the rounding of double sums and, at other temperatures than 1 without truncation, of the
+// exponents: the GPU takes them from a logit's distance to the largest of its 1024 ids. If more
+// than kMostListed candidates can survive truncation, their weights are added as integers,
+// multiples of 2^-45 of the largest.
 //
-// With KernelIsa::kSm90 one launch of a cluster of blocks a row, with the row's logits in their
-// shared memory: logits are read once. With kMma a block a row, with a copy of the row in the
-// workspace. Both give the same results, to the last bit. Everything but sizes and pointers is read
-// on the device, so that one captured graph serves greedy, plain and truncated rows mixed. Results
-// of a row depend on that row only and are reproducible to the last bit. Functions only enqueue
-// work, allocate nothing, are thread-safe, if concurrent calls have separate workspaces, and can be
-// captured. All pointers are to device memory.
+// Plain rows (IsPlain) are one launch: their logits are read once, by as many warps as they have
+// thousands of ids. The others are a second launch, with KernelIsa::kSm90 of a cluster of blocks a
+// row, with the row's logits in their shared memory, with kMma of a block a row, with a copy of the
+// row in the workspace. All give the same results, to the last bit: a plain row's are those that it
+// would have with a top list. Everything but sizes, pointers and SampleRows is read on the device,
+// so that one captured graph serves greedy, plain and truncated rows mixed. Results of a row depend
+// on that row only and are reproducible to the last bit. Functions only enqueue work, allocate
+// nothing, are thread-safe, if concurrent calls have separate workspaces, and can be captured. All
+// pointers are to device memory.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -60,7 +64,7 @@ struct ConditionalBan {
 };
 
 // The sampling parameters of one row.
-struct SampleRowSpec {
+struct alignas(16) SampleRowSpec {  // read in few loads
   uint64_t seed = 0;
   uint64_t position = 0;
   uint32_t sample_index = 0;
@@ -86,6 +90,20 @@ struct ScoreRowSpec {
   int32_t top_logprobs = 0;
   int32_t chosen_begin = 0, chosen_count = 0;
 };
+
+// Whether fewer than all candidates can be drawn.
+constexpr bool IsTruncated(const SampleRowSpec& spec, int32_t vocabulary) {
+  return spec.temperature != 0.0f &&
+         ((spec.top_k > 0 && spec.top_k < vocabulary) || spec.top_p < 1.0f || spec.min_p > 0.0f);
+}
+constexpr bool IsPlain(const SampleRowSpec& spec, int32_t vocabulary) {
+  return spec.banned_count == 0 && spec.conditional_count == 0 && spec.adjustments < 0 &&
+         (spec.top_logprobs == 0 || spec.logprob_mode == LogprobMode::kNone) &&
+         !IsTruncated(spec, vocabulary);
+}
+constexpr bool IsPlain(const ScoreRowSpec& spec) { return spec.top_logprobs == 0; }
+// The rows of a call: kPlain and kOther are a launch less. Rows that are not as said are skipped.
+enum class SampleRows { kMixed, kPlain, kOther };
 
 // Top lists have the requested length: missing candidates are id -1 with -inf. Outputs that were
 // not requested are not written.
@@ -121,12 +139,14 @@ struct SampleParams {
   int32_t rows = 0;
   int32_t vocabulary = 0;
   int32_t max_top = 0;
+  SampleRows rows_are = SampleRows::kMixed;
   KernelIsa isa = KernelIsa::kSm90;
-  void* workspace = nullptr;  // 16-byte aligned, any contents; kMma only
+  // 128-byte aligned. Zero before the first call; all calls with it have the same vocabulary.
+  void* workspace = nullptr;
   size_t workspace_bytes = 0;
 };
 
-// Enough for every call of up to `rows` rows of the vocabulary on the current device; 0 with kSm90.
+// Enough for every call of up to `rows` rows of the vocabulary on the current device.
 cudaError_t SampleWorkspaceBytes(KernelIsa isa, int rows, int vocabulary, size_t* bytes);
 
 // The fast path needs rows that are 16-byte aligned; others cost a slower copy.
@@ -144,8 +164,10 @@ struct ScoreParams {
   int32_t rows = 0;
   int32_t vocabulary = 0;
   int32_t max_top = 0;
+  SampleRows rows_are = SampleRows::kMixed;
   KernelIsa isa = KernelIsa::kSm90;
-  void* workspace = nullptr;  // 16-byte aligned, any contents; kMma only
+  // 128-byte aligned. Zero before the first call; all calls with it have the same vocabulary.
+  void* workspace = nullptr;
   size_t workspace_bytes = 0;
 };
 

@@ -22,8 +22,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-int ChunksOf(int vocabulary) { return (vocabulary + kChunk - 1) / kChunk; }
-
 // Of one launch: a block fills a multiprocessor.
 cudaError_t BlocksFor(int rows, int* blocks) {
   DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(blocks));
@@ -44,9 +42,7 @@ cudaError_t Run(const Launch& p, int rows, void* workspace, cudaStream_t stream)
 
 }  // namespace
 
-cudaError_t SampleWorkspaceBytes(KernelIsa isa, int rows, int vocabulary, size_t* bytes) {
-  *bytes = 0;
-  if (isa == KernelIsa::kSm90 || rows < 1 || vocabulary < 1) return cudaSuccess;
+cudaError_t MmaBytes(int rows, int vocabulary, size_t* bytes) {
   int blocks = 0;
   DORAD_CUDA_RETURN_IF_ERROR(BlocksFor(rows, &blocks));
   *bytes = sizeof(float) * InBlock::LogitsSize(ChunksOf(vocabulary)) * static_cast<size_t>(blocks);

@@ -26,8 +26,7 @@ cudaError_t Start(const Launch& p, int rows, int threads, size_t bytes, cudaStre
 
 template <typename A>
 cudaError_t Run(const Launch& p, int rows, cudaStream_t stream) {
-  const int chunks = (p.vocabulary + kChunk - 1) / kChunk;
-  const int share = (chunks + InCluster::kBlocks - 1) / InCluster::kBlocks;
+  const int share = (ChunksOf(p.vocabulary) + InCluster::kBlocks - 1) / InCluster::kBlocks;
   const int threads = std::clamp(share * kWarp, kScanThreads, 1024);
   const size_t bytes = InCluster::SharedBytes(share);
   // Two blocks of an SM at a time where they fit.

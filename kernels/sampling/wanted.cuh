@@ -24,13 +24,16 @@ struct Wanted {
   // Log-probabilities of the row's own logits at raw_temperature, or of what was sampled from.
   bool raw = false, processed = false;
   bool logprobs;
+  bool plain;
 
   __device__ bool Draws() const { return !score && !greedy; }
 
   __device__ Wanted(const Launch& p, int index) {
     int32_t chosen_begin;
     if (p.samples != nullptr) {
-      const SampleRowSpec& spec = p.samples[index];
+      // All of it at once: loads that depend on each other's values take a microsecond each.
+      const SampleRowSpec spec = p.samples[index];
+      plain = IsPlain(spec, p.vocabulary);
       score = false;
       noise = {spec.seed, spec.position, spec.sample_index};
       greedy = spec.temperature == 0.0f;
@@ -38,7 +41,7 @@ struct Wanted {
       top_p = spec.top_p;
       min_p = fminf(spec.min_p, 1.0f);
       top_k = spec.top_k > 0 && spec.top_k < p.vocabulary ? spec.top_k : 0;
-      truncated = !greedy && (top_k > 0 || top_p < 1.0f || min_p > 0.0f);
+      truncated = IsTruncated(spec, p.vocabulary);
       const bool scaled = spec.logprob_mode == LogprobMode::kScaled;
       if (scaled) raw_temperature = temperature;
       raw = scaled || spec.logprob_mode == LogprobMode::kRaw;
@@ -50,7 +53,8 @@ struct Wanted {
       chosen_begin = spec.chosen_begin;
       num_chosen = logprobs ? spec.chosen_count : 0;
     } else {
-      const ScoreRowSpec& spec = p.scores[index];
+      const ScoreRowSpec spec = p.scores[index];
+      plain = IsPlain(spec);
       score = logprobs = true;
       target = spec.target < p.vocabulary ? spec.target : -1;
       temperature = spec.temperature;

@@ -90,7 +90,8 @@ int main(int argc, char** argv) {
   p.max_top = kMaxTop;
   p.isa = dorad::bench::IsaOf(argc > 2 ? argv[2] : "");
   Check(dorad::kernels::SampleWorkspaceBytes(p.isa, kPoolRows, vocabulary, &p.workspace_bytes));
-  if (p.workspace_bytes > 0) p.workspace = Allocate<uint8_t>(p.workspace_bytes);
+  p.workspace = Allocate<uint8_t>(p.workspace_bytes);
+  Check(cudaMemset(p.workspace, 0, p.workspace_bytes));
   // One list for all rows, except that a step sends the uses of each row.
   constexpr int kMostUses = 4096;
   constexpr int kMostRows = kPoolRows;
@@ -174,6 +175,9 @@ int main(int argc, char** argv) {
         const double us = MicrosecondsEach(stream, std::clamp(sets, 16, 400), [&](int i) {
           SampleParams call = p;
           call.rows = rows_of_call;
+          call.rows_are = dorad::kernels::IsPlain(host[0], vocabulary)
+                              ? dorad::kernels::SampleRows::kPlain
+                              : dorad::kernels::SampleRows::kOther;
           if (s.uses + s.biases + s.allowed == 0) call.adjustments = nullptr;
           if (s.uses > 0) {
             Check(cudaMemcpyAsync(uses, pinned, sizeof(TokenUse) * rows_of_call * s.uses,

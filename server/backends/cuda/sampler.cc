@@ -49,6 +49,14 @@ int32_t AppendTo(std::vector<To>* list, absl::Span<const From> items) {
   return begin;
 }
 
+// Of a step's rows of one kind.
+template <typename Specs, typename Plain>
+kernels::SampleRows RowsAre(const Specs& specs, const Plain& is_plain) {
+  if (absl::c_all_of(specs, is_plain)) return kernels::SampleRows::kPlain;
+  return absl::c_any_of(specs, is_plain) ? kernels::SampleRows::kMixed
+                                         : kernels::SampleRows::kOther;
+}
+
 }  // namespace
 
 // The parameters of a step's rows for the device.
@@ -150,10 +158,9 @@ absl::StatusOr<Sampler> Sampler::Create(int64_t vocab_size, int64_t max_rows,
                                                            static_cast<int>(vocab_size), &bytes),
                              kStep);
   DeviceBuffer workspace;
-  if (bytes > 0) {
-    DORAD_ASSIGN_OR_RETURN(workspace, DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace,
-                                                             static_cast<int64_t>(bytes)));
-  }
+  DORAD_ASSIGN_OR_RETURN(workspace, DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace,
+                                                           static_cast<int64_t>(bytes)));
+  DORAD_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(workspace.as<>(), 0, bytes, stream->get()), kStep);
   return Sampler(vocab_size, isa, std::move(workspace), ledger, stream, std::move(inputs),
                  std::move(first), std::move(second));
 }
@@ -208,6 +215,11 @@ absl::Status Sampler::Begin(const engine::StepBatch& batch,
   at.chosen = add(specs.chosen);
   at.banned = add(specs.banned);
   step.adjusts = !specs.conditional_bans.empty() || !specs.adjustments.empty();
+  step.samples_are = RowsAre(specs.samples, [this](const kernels::SampleRowSpec& spec) {
+    return kernels::IsPlain(spec, static_cast<int32_t>(vocab_size_));
+  });
+  step.scores_are = RowsAre(
+      specs.scores, [](const kernels::ScoreRowSpec& spec) { return kernels::IsPlain(spec); });
   at.conditional_bans = add(specs.conditional_bans);
   at.adjustments = add(specs.adjustments);
   at.allowed = add(specs.allowed);
@@ -290,6 +302,7 @@ absl::Status Sampler::Sample(int64_t rows, const float* logits) {
   params.biases = step.inputs.device.as<kernels::LogitBias>(step.at.biases);
   params.uses = step.inputs.device.as<kernels::TokenUse>(step.at.uses);
   params.newest = sampled().tokens;
+  params.rows_are = step.samples_are;
   return ToStatus(kernels::Sample(params, stream_.get()), kStep);
 }
 
@@ -298,6 +311,7 @@ absl::Status Sampler::Score(int64_t rows, const float* logits) {
   const int64_t first = step.launched - step.samples;
   DORAD_ASSIGN_OR_RETURN(auto params, NextRows<kernels::ScoreParams>(rows, logits));
   params.specs = step.inputs.device.as<kernels::ScoreRowSpec>(step.at.scores) + first;
+  params.rows_are = step.scores_are;
   return ToStatus(kernels::Score(params, stream_.get()), kStep);
 }
 

@@ -81,6 +81,8 @@ class Sampler {
     std::vector<Row> rows;
     int32_t max_top = 0;
     bool adjusts = false;  // a row has adjustments or conditional bans
+    kernels::SampleRows samples_are = kernels::SampleRows::kMixed;
+    kernels::SampleRows scores_are = kernels::SampleRows::kMixed;
     size_t sequences = 0;
     int64_t samples = 0;   // of the rows; the others are scores
     int64_t launched = 0;  // of the rows

@@ -107,7 +107,7 @@ class Batch {
     params_.isa = tested_isa;
     size_t bytes = 0;
     EXPECT_EQ(SampleWorkspaceBytes(tested_isa, params_.rows, vocabulary_, &bytes), cudaSuccess);
-    workspace_ = std::make_unique<DeviceBuffer<uint8_t>>(bytes);
+    workspace_ = std::make_unique<DeviceBuffer<uint8_t>>(std::vector<uint8_t>(bytes));
     params_.workspace = workspace_->get();
     params_.workspace_bytes = bytes;
   }

@@ -111,7 +111,13 @@ struct ReferenceRow {
     maximum = *std::max_element(z.begin(), z.end());
     usable = maximum > -kInfinity;
     if (!usable) return;
-    for (size_t i = 0; i < z.size(); i += 1024) total += BlockSum(z, i, maximum);
+    for (size_t i = 0; i < z.size(); i += 1024) {
+      const auto end = z.begin() + static_cast<int64_t>(std::min(i + 1024, z.size()));
+      const float chunk_max = *std::max_element(z.begin() + static_cast<int64_t>(i), end);
+      if (chunk_max == -kInfinity) continue;
+      total += static_cast<float>(BlockSum(z, i, chunk_max) *
+                                  std::exp(static_cast<double>(chunk_max) - maximum));
+    }
     order.resize(z.size());
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return z[a] > z[b]; });

@@ -315,6 +315,81 @@ TEST_P(SamplingKernelTest, TinyAndHugeTemperatures) {
   ExpectAsReference(requests, SampleAll(requests));
 }
 
+// Plain rows have a kernel of their own.
+TEST_P(SamplingKernelTest, ATopListLeavesTheOtherResultsAlone) {
+  std::mt19937 random(14);
+  for (const int vocabulary : {100, 1025, 20000}) {
+    std::vector<Request> plain;
+    for (int r = 0; r < 96; ++r) {
+      Request request = RandomRequest(vocabulary, r, random);
+      request.banned.clear();
+      request.conditional.clear();
+      request.adjusted = false;
+      request.spec.top_k = 0;
+      request.spec.top_p = 1.0f;
+      request.spec.min_p = 0.0f;
+      request.spec.top_logprobs = 0;
+      if (request.spec.logprob_mode == LogprobMode::kNone) {
+        request.spec.logprob_mode = LogprobMode::kRaw;
+      }
+      ASSERT_TRUE(IsPlain(request.spec, vocabulary));
+      plain.push_back(request);
+    }
+    std::vector<Request> listed = plain;
+    for (Request& request : listed) request.spec.top_logprobs = 3;
+    const std::vector<Result> without = SampleAll(plain);
+    std::vector<Result> with = SampleAll(listed);
+    for (size_t r = 0; r < plain.size(); ++r) {
+      with[r].top_ids.clear();
+      with[r].top_logprobs.clear();
+      EXPECT_TRUE(SameBits(without[r], with[r])) << Describe(plain[r]);
+    }
+  }
+}
+
+TEST_P(SamplingKernelTest, RowsOfAKindAloneGiveTheSame) {
+  std::mt19937 random(15);
+  std::vector<Request> plain, other;
+  for (int r = 0; r < 64; ++r) {
+    Request request = RandomRequest(3000, r, random);
+    request.banned.clear();
+    request.conditional.clear();
+    request.adjusted = false;
+    request.spec.top_k = r % 2 == 0 ? 0 : 20;
+    request.spec.top_p = 1.0f;
+    request.spec.min_p = 0.0f;
+    request.spec.top_logprobs = 0;
+    request.spec.temperature = 0.8f;
+    (r % 2 == 0 ? plain : other).push_back(request);
+  }
+  for (const auto& [requests, rows_are] :
+       {std::pair{&plain, SampleRows::kPlain}, {&other, SampleRows::kOther}}) {
+    Batch batch(*requests, 0, 0);
+    batch.params().rows_are = rows_are;
+    DORAD_ASSERT_CUDA(Sample(batch.params(), nullptr));
+    ExpectAsReference(*requests, batch.Read());
+    // Rows of the other kind are skipped.
+    Batch skipped(*requests, 0, 0);
+    skipped.params().rows_are =
+        rows_are == SampleRows::kPlain ? SampleRows::kOther : SampleRows::kPlain;
+    DORAD_ASSERT_CUDA(Sample(skipped.params(), nullptr));
+    for (const Result& result : skipped.Read()) EXPECT_EQ(result.token, -1);
+  }
+}
+
+// The plain rows' counters are zero between calls, of any number of rows.
+TEST_P(SamplingKernelTest, CallsOfOtherNumbersOfRowsShareAWorkspace) {
+  std::mt19937 random(16);
+  std::vector<Request> requests;
+  for (int r = 0; r < 40; ++r) requests.push_back(RandomRequest(5000, r, random));
+  Batch batch(requests, 0, 0);
+  for (const int rows : {40, 3, 17, 1, 40}) {
+    batch.params().rows = rows;
+    DORAD_ASSERT_CUDA(Sample(batch.params(), nullptr));
+  }
+  ExpectAsReference(requests, batch.Read());
+}
+
 TEST_P(SamplingKernelTest, RowsBeyondThoseInUseAreLeftAlone) {
   std::mt19937 random(11);
   std::vector<Request> requests;
@@ -385,9 +460,7 @@ TEST_P(SamplingKernelTest, RefusesBadSizesAndTakesNone) {
   params.max_top = kMostTopLogprobs + 1;
   EXPECT_EQ(Sample(params, nullptr), cudaErrorInvalidValue);
   params.max_top = 1;
-  if (GetParam() == KernelIsa::kMma) {  // no workspace
-    EXPECT_EQ(Sample(params, nullptr), cudaErrorInvalidValue);
-  }
+  EXPECT_EQ(Sample(params, nullptr), cudaErrorInvalidValue);  // no workspace
 }
 
 }  // namespace

@@ -11,7 +11,6 @@
 namespace dorad::ops::cpu {
 namespace {
 
-constexpr int64_t kSumBlock = 1024;
 constexpr float kInfinity = __builtin_inff();
 
 }  // namespace
@@ -52,9 +51,15 @@ int32_t LogitRow::ArgMax() const {
 
 void LogitRow::SumExp() {
   total_ = 0.0;
-  for (int64_t begin = 0; begin < size(); begin += kSumBlock) {
-    total_ += ActiveKernels().sum_exp(logits_.data() + begin, std::min(kSumBlock, size() - begin),
-                                      maximum_, nullptr);
+  // By chunks, each relative to its own maximum: a GPU's do not know the row's.
+  auto groups = maxima_.begin();
+  for (int64_t begin = 0; begin < size(); begin += kLogitChunk, groups += kChunkGroups) {
+    const float chunk_max = *std::max_element(groups, groups + kChunkGroups);
+    if (!(chunk_max > -kInfinity)) continue;
+    const double sum = ActiveKernels().sum_exp(
+        logits_.data() + begin, std::min(kLogitChunk, size() - begin), chunk_max, nullptr);
+    total_ += static_cast<float>(
+        sum * std::exp(static_cast<double>(chunk_max) - static_cast<double>(maximum_)));
   }
   log_total_ = std::log(total_);
 }
