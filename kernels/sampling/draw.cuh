@@ -51,7 +51,7 @@ __device__ inline float RoughWeight(float distance) { return __expf(distance); }
 template <typename Place>
 __device__ inline void FindGroups(const Row<Place>& row, const Noise& noise,
                                   const Tempered& tempered, float maximum, float limit) {
-  typename Place::SharedMemory* const s = Shared<Place>();
+  auto* const s = Shared<Place>();
   const float4* const maxima = reinterpret_cast<const float4*>(Place::GroupMaxima(row));
   __syncthreads();  // the last limit's are in use no more
   if (threadIdx.x == 0) s->num_hits = 0;
@@ -79,12 +79,12 @@ template <typename Place>
 __device__ inline Ranked DrawFromGroups(const Row<Place>& row, const Noise& noise,
                                         const Tempered& tempered, float maximum, float limit,
                                         Ranked last) {
-  const typename Place::SharedMemory* const s = Shared<Place>();
+  const auto* const s = Shared<Place>();
   Ranked best = 0;
   for (int i = threadIdx.x; i < s->num_hits * kGroupSize; i += blockDim.x) {
     const int group = s->hits[i / kGroupSize];
     const int member = i % kGroupSize;
-    const int at = group / kWarp * kChunk + member / 2 * 2 * kWarp + group % kWarp * 2 + member % 2;
+    const int at = IdOfMember(group, member);
     const int32_t id = row.IdAt(0) + at;
     if (id >= row.vocabulary) continue;
     const float z = tempered(Share(row)[at]);
@@ -135,13 +135,34 @@ __device__ inline Ranked DrawIfBelow(const Noise& noise, Ranked ranked, float ma
   return Drawn(noise, id, distance, group_word, word);
 }
 
+// The candidates that truncation may keep. total: of all weights, for MassOfAll.
+__device__ inline BinRule RuleOf(const Wanted& wanted, double total, int vocabulary) {
+  BinRule rule;
+  rule.last = BinOf(87.3f);  // beyond it weights are 0
+  if (wanted.top_k > 0) {
+    rule.count = static_cast<uint32_t>(wanted.top_k);
+    return rule;
+  }
+  rule.count = ~0u;
+  if (wanted.MassOfAll()) {
+    rule.by_mass = true;
+    rule.mass = static_cast<double>(wanted.top_p) * total;
+    // The candidates beyond this bound weigh less than 1 - top_p together, even if they were the
+    // whole vocabulary (halved against rounding).
+    const double least = 0.5 * (1.0 - static_cast<double>(wanted.top_p)) * total / vocabulary;
+    rule.last = min(rule.last, BinOf(static_cast<float>(fmax(-log(least), 0.0)) + 1e-3f));
+  }
+  if (wanted.min_p > 0.0f) rule.last = min(rule.last, BinOf(-logf(0.5f * wanted.min_p)));
+  return rule;
+}
+
 // Top-k, top-p, min-p and the draw over the first `count` candidates, sorted in the list. `total`:
 // of all weights of the row, for top-p without top-k. For the first block.
 template <typename Place>
 __device__ __noinline__ Kept DrawFromList(const Row<Place>& row, const Wanted& wanted,
                                           float maximum, int count, double total) {
   constexpr int kEach = kListed / kScanThreads;
-  RowShared<Place>* const s = Shared<Place>();
+  auto* const s = Shared<Place>();
   SortList(row, count);
   if (wanted.top_k > 0) count = min(count, wanted.top_k);
   const int begin = static_cast<int>(threadIdx.x) * kEach;

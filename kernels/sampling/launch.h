@@ -25,15 +25,17 @@ struct Launch {
   const int32_t* chosen_ids;
   const int32_t* rows_in_use;
   SampleOutputs out;
+  float* records;  // of plain rows
   int32_t vocabulary;
   int32_t max_top;
 };
 
-// The plain rows. workspace: of PlainBytes, 128-byte aligned, zero before the first use.
+// The plain rows; lists: also those that need lists. Their records: of PlainBytes, 128-byte aligned,
+// zero before the first use.
 size_t PlainBytes(int rows, int vocabulary);
-cudaError_t SamplePlain(const Launch& p, int rows, void* workspace, cudaStream_t stream);
+cudaError_t SamplePlain(const Launch& p, int rows, bool lists, cudaStream_t stream);
 
-// The other rows. adjusts: a row may have adjustments or conditional bans.
+// The other rows, after them. adjusts: a row may have adjustments or conditional bans.
 cudaError_t SampleSm90(const Launch& p, int rows, bool adjusts, cudaStream_t stream);
 // workspace: of MmaBytes, any contents.
 cudaError_t MmaBytes(int rows, int vocabulary, size_t* bytes);

@@ -23,6 +23,9 @@ constexpr uint32_t kLowMembers = 3u << 30;
 
 __device__ inline int GroupOf(int32_t id) { return id / 1024 * 32 + id % 64 / 2; }
 __device__ inline int MemberOf(int32_t id) { return id % 1024 / 64 * 2 + id % 2; }
+__device__ inline int32_t IdOfMember(int group, int member) {
+  return group / 32 * 1024 + member / 2 * 64 + group % 32 * 2 + member % 2;
+}
 
 // Philox4x32-10 (Salmon et al., SC 2011).
 __device__ inline uint4 NoiseWords(const Noise& noise, uint32_t index) {

@@ -20,15 +20,17 @@ int BlocksOfRow(int rows, int processors, int most) {
   return blocks == most || 8 * blocks * rows >= 7 * wanted ? blocks : std::min(4, most);
 }
 
-// `blocks` of a row, of which each has the next `share` chunks, a warp one at a time.
+// `blocks` of a row, of which each has the next `share` chunks, a warp one at a time. kLists: rows
+// may need lists, for which there is more code and shared memory.
+template <bool kLists>
 __global__ void __launch_bounds__(kWarps* kWarp, kBlocksAtOnce)
-    PlainRowsKernel(const __grid_constant__ Launch p, int blocks, int share, float* workspace) {
+    PlainRowsKernel(const __grid_constant__ Launch p, int blocks, int share) {
   const int index = static_cast<int>(blockIdx.x) / blocks;
   if (p.rows_in_use != nullptr && index >= *p.rows_in_use) return;
   const PlainWanted wanted(p, index);
-  if (!wanted.plain) return;
+  if (!wanted.plain || (wanted.needs_list && !kLists)) return;
   const int chunks = ChunksOf(p.vocabulary);
-  const PlainRecord record(workspace, index, chunks);
+  const PlainRecord record(p, index);
   const int first = static_cast<int>(blockIdx.x) % blocks * share;
   const int end = min(first + share, chunks);
   for (int chunk = first + static_cast<int>(threadIdx.x) / kWarp; chunk < end; chunk += kWarps) {
@@ -41,7 +43,24 @@ __global__ void __launch_bounds__(kWarps* kWarp, kBlocksAtOnce)
     if (is_last) *record.arrived = 0;
   }
   __syncthreads();
-  if (is_last) FinishRow(p, wanted, index, record);
+  if (!is_last) return;
+  const bool done = FinishRow<kLists>(p, wanted, index, record);
+  if (wanted.needs_list && threadIdx.x == 0) *record.hard = done ? 0 : 1;
+}
+
+template <bool kLists>
+cudaError_t Run(const Launch& p, int rows, cudaStream_t stream) {
+  const int chunks = ChunksOf(p.vocabulary);
+  int processors = 0;
+  DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&processors));
+  const int most = (chunks + kWarps - 1) / kWarps;
+  const int wanted = BlocksOfRow(rows, processors, most);
+  const int share = (most + wanted - 1) / wanted * kWarps;
+  const int blocks = (chunks + share - 1) / share;
+  PlainRowsKernel<kLists>
+      <<<rows * blocks, kWarps * kWarp, InRecord<kLists>::SharedBytes(chunks), stream>>>(p, blocks,
+                                                                                         share);
+  return cudaGetLastError();
 }
 
 }  // namespace
@@ -50,17 +69,8 @@ size_t PlainBytes(int rows, int vocabulary) {
   return sizeof(float) * PlainRecord::Floats(ChunksOf(vocabulary)) * static_cast<size_t>(rows);
 }
 
-cudaError_t SamplePlain(const Launch& p, int rows, void* workspace, cudaStream_t stream) {
-  const int chunks = ChunksOf(p.vocabulary);
-  int processors = 0;
-  DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&processors));
-  const int most = (chunks + kWarps - 1) / kWarps;
-  const int wanted = BlocksOfRow(rows, processors, most);
-  const int share = (most + wanted - 1) / wanted * kWarps;
-  const int blocks = (chunks + share - 1) / share;
-  PlainRowsKernel<<<rows * blocks, kWarps * kWarp, RecordShared::Bytes(chunks), stream>>>(
-      p, blocks, share, static_cast<float*>(workspace));
-  return cudaGetLastError();
+cudaError_t SamplePlain(const Launch& p, int rows, bool lists, cudaStream_t stream) {
+  return lists ? Run<true>(p, rows, stream) : Run<false>(p, rows, stream);
 }
 
 }  // namespace dorad::kernels

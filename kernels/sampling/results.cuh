@@ -16,7 +16,7 @@ template <typename Place, typename A>
 __device__ void FinishFull(const Row<Place>& row, const Wanted& wanted, const A& adjuster,
                            const Tempered& tempered, float maximum, const Tempered& raw,
                            int32_t token, const Target& to) {
-  typename Place::SharedMemory* const s = Shared<Place>();
+  auto* const s = Shared<Place>();
   if (row.warp == 0) {
     if (wanted.score) token = wanted.target;
     if (wanted.greedy) token = static_cast<int32_t>(s->first_id);
@@ -54,7 +54,7 @@ template <typename Place, typename A>
 __device__ void WriteChosen(const Row<Place>& row, const Wanted& wanted, const A& adjuster,
                             const Tempered& tempered, float maximum, const Tempered& raw,
                             const Kept* kept) {
-  typename Place::SharedMemory* const s = Shared<Place>();
+  auto* const s = Shared<Place>();
   __syncthreads();
   for (int base = row.warp * kWarp; base < wanted.num_chosen; base += blockDim.x) {
     const int i = base + row.lane;
@@ -83,6 +83,57 @@ __device__ void WriteChosen(const Row<Place>& row, const Wanted& wanted, const A
     }
     wanted.chosen_logprobs[i] = logprob;
   }
+}
+
+// The top list of a greedy row: all probability on its token. For the first block.
+template <typename Place>
+__device__ inline void WritePoint(const Row<Place>&, const Wanted& wanted, const Target& to) {
+  const int32_t token = Shared<Place>()->token;
+  for (int i = threadIdx.x; i < wanted.top_logprobs; i += blockDim.x) {
+    to.top_ids[i] = i == 0 ? token : -1;
+    to.top_logprobs[i] = i == 0 ? 0.0f : -Infinity();
+  }
+}
+
+// The first block's final outputs for truncated rows. listed: the list has all kept candidates;
+// else only the first ones.
+template <typename Place, typename A>
+__device__ void FinishKept(const Row<Place>& row, const Wanted& wanted, const A& adjuster,
+                           const Tempered& tempered, float maximum, const Tempered& raw,
+                           const Kept& kept, bool listed, const Target& to) {
+  auto* const s = Shared<Place>();
+  if (threadIdx.x == 0) {
+    s->log_total = kept.log_total;
+    s->token = kept.token;
+  }
+  if (wanted.raw && row.warp == 0) {
+    const double total = Total(row, s->raw_sums);
+    if (row.lane == 0) s->raw_log_total = log(total);
+  }
+  __syncthreads();
+  if (threadIdx.x < kWarp) {
+    float x = row.x[kept.token];
+    if constexpr (A::kPossible) {
+      if (wanted.processed) x = AdjustedByWarp(row, adjuster, x, kept.token);
+    }
+    if (threadIdx.x == 0) {
+      *to.token = kept.token;
+      *to.logprob = wanted.raw         ? LogProb(raw(x), raw.Maximum(), s->raw_log_total)
+                    : wanted.processed ? LogProb(tempered(x), maximum, kept.log_total)
+                                       : 0.0f;
+      *to.finite = 1;
+    }
+  }
+  if (wanted.processed && wanted.top_logprobs > 0) {
+    int present = listed ? s->num_kept : 0;
+    if (!listed) {
+      while (present < min(wanted.top_logprobs, row.vocabulary) && s->list[present] >= kept.last) {
+        ++present;
+      }
+    }
+    WriteTop(row, wanted, to, present, maximum, kept.log_total, true);
+  }
+  WriteChosen(row, wanted, adjuster, tempered, maximum, raw, &kept);
 }
 
 }  // namespace dorad::kernels

@@ -38,18 +38,11 @@ struct ResultShared {
   int num_hits;  // of each block, see FindGroups
 };
 
-// And for all else, beside the logits.
+// For lists of candidates, too.
 template <typename Place>
-struct RowShared : ResultShared<Place> {
+struct ListShared : ResultShared<Place> {
   static constexpr int kMostShare = kMostChunks / Place::kBlocks;  // chunks of one block
-  uint64_t landed[Place::kBarriers];
-  float chunk_max[kMostShare];
   uint32_t counts[kBins];  // candidates by bin; zero between uses
-  union {
-    Ranked list[kListed];  // first block
-    Ranked measure[kBins];
-    uint16_t hits[kMostShare * kWarp];
-  };
   double scan_double[kScanThreads / kWarp];
   Ranked scan_ranked[kScanThreads / kWarp];
   Ranked crossed;  // first block
@@ -58,11 +51,23 @@ struct RowShared : ResultShared<Place> {
   uint32_t gathered;   // of each block
   int32_t picked_bin;  // set by the first block
   int32_t picked_count;
-  uint32_t equals, last_equal;
-  uint32_t newest_count;  // see adjust.cuh
-  int32_t last_kept;      // first block, as the rest
+  int32_t last_kept;  // first block, as the rest
   int32_t num_kept;
   double total;
+  union {
+    Ranked list[kListed];  // first block
+    Ranked measure[kBins];
+    uint16_t hits[kMostShare * kWarp];  // see FindGroups
+  };
+};
+
+// And for all else, beside the logits.
+template <typename Place>
+struct RowShared : ListShared<Place> {
+  uint64_t landed[Place::kBarriers];
+  float chunk_max[ListShared<Place>::kMostShare];
+  uint32_t equals, last_equal;
+  uint32_t newest_count;  // see adjust.cuh
 };
 
 // A kernel's dynamic shared memory: the place's SharedMemory, and what it puts after it. By name

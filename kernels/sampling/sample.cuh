@@ -1,9 +1,10 @@
-// Samples or scores one row that is not plain: with adjustments, banned ids, a top list or
-// truncation. Internal to kernels/sampling.
+// Samples or scores one row that is not plain, or that plain.cuh found hard. Internal to
+// kernels/sampling.
 #pragma once
 
 #include "kernels/sampling/adjust.cuh"
 #include "kernels/sampling/draw.cuh"
+#include "kernels/sampling/record.cuh"
 #include "kernels/sampling/results.cuh"
 #include "kernels/sampling/select.cuh"
 #include "kernels/sampling/wanted.cuh"
@@ -105,7 +106,9 @@ __device__ __noinline__ void RunFrom(Row<Place>& row, const Wanted& wanted, cons
     maximum = tempered(left);
   }
   // Before x is replaced, as a plain row's.
-  if (!wanted.truncated && !wanted.greedy) SumExp(row, tempered, maximum, s->sums);
+  if (!wanted.greedy && (!wanted.truncated || wanted.MassOfAll())) {
+    SumExp(row, tempered, maximum, s->sums);
+  }
   if (!tempered.identity) {
     Temper(row, tempered);
     TemperMaxima(row, tempered);
@@ -114,7 +117,7 @@ __device__ __noinline__ void RunFrom(Row<Place>& row, const Wanted& wanted, cons
 
   if (!wanted.truncated) {
     if (wanted.greedy) FindFirst(row, maximum);
-    const bool list = wanted.top_logprobs > 0 && !wanted.greedy && !wanted.raw;
+    const bool list = wanted.ListsProcessed();
     if (list) ListFirst(row, maximum, wanted.top_logprobs);
     Place::Sync();
     if (list && row.rank == 0) {
@@ -133,42 +136,21 @@ __device__ __noinline__ void RunFrom(Row<Place>& row, const Wanted& wanted, cons
     if (row.rank != 0) return;
     FinishFull(row, wanted, adjuster, tempered, maximum, raw, token, to);
     WriteChosen(row, wanted, adjuster, tempered, maximum, raw, nullptr);
-    if (wanted.greedy && wanted.processed) {
-      for (int i = threadIdx.x; i < wanted.top_logprobs; i += blockDim.x) {
-        to.top_ids[i] = i == 0 ? s->token : -1;
-        to.top_logprobs[i] = i == 0 ? 0.0f : -Infinity();
-      }
-    }
+    if (wanted.greedy && wanted.processed) WritePoint(row, wanted, to);
     return;
   }
 
-  const bool mass_of_all = wanted.top_p < 1.0f && wanted.top_k == 0;
-  // The logits are z by now.
-  if (mass_of_all) SumExp(row, Tempered(maximum, 1.0f), maximum, s->sums);
   Place::Sync();
   BinRule rule;
   if (row.rank == 0) {
-    rule.last = BinOf(87.3f);  // beyond it weights are 0
-    if (wanted.top_k > 0) {
-      rule.count = static_cast<uint32_t>(wanted.top_k);
-    } else {
-      rule.count = ~0u;
-      if (mass_of_all) {
-        if (row.warp == 0) {
-          const double total = Total(row, s->sums);
-          if (row.lane == 0) s->total = total;
-        }
-        __syncthreads();
-        rule.by_mass = true;
-        rule.mass = static_cast<double>(wanted.top_p) * s->total;
-        // The candidates beyond this bound weigh less than 1 - top_p together, even if they were
-        // the whole vocabulary (halved against rounding).
-        const double least = 0.5 * (1.0 - static_cast<double>(wanted.top_p)) * s->total /
-                             static_cast<double>(row.vocabulary);
-        rule.last = min(rule.last, BinOf(static_cast<float>(fmax(-log(least), 0.0)) + 1e-3f));
+    if (wanted.MassOfAll()) {
+      if (row.warp == 0) {
+        const double total = Total(row, s->sums);
+        if (row.lane == 0) s->total = total;
       }
-      if (wanted.min_p > 0.0f) rule.last = min(rule.last, BinOf(-logf(0.5f * wanted.min_p)));
+      __syncthreads();
     }
+    rule = RuleOf(wanted, s->total, row.vocabulary);
   }
   const int count = ListByRule(row, maximum, rule);
   const bool list = count <= kListed;
@@ -183,46 +165,15 @@ __device__ __noinline__ void RunFrom(Row<Place>& row, const Wanted& wanted, cons
     }
     if (row.rank != 0) return;
   }
-  if (threadIdx.x == 0) {
-    s->log_total = kept.log_total;
-    s->token = kept.token;
-  }
-  if (wanted.raw && row.warp == 0) {
-    const double total = Total(row, s->raw_sums);
-    if (row.lane == 0) s->raw_log_total = log(total);
-  }
-  __syncthreads();
-  if (threadIdx.x < kWarp) {
-    float x = row.x[kept.token];
-    if constexpr (A::kPossible) {
-      if (wanted.processed) x = AdjustedByWarp(row, adjuster, x, kept.token);
-    }
-    if (threadIdx.x == 0) {
-      *to.token = kept.token;
-      *to.logprob = wanted.raw         ? LogProb(raw(x), raw.Maximum(), s->raw_log_total)
-                    : wanted.processed ? LogProb(tempered(x), maximum, kept.log_total)
-                                       : 0.0f;
-      *to.finite = 1;
-    }
-  }
-  if (wanted.processed && wanted.top_logprobs > 0) {
-    int present = list ? s->num_kept : 0;
-    if (!list) {
-      while (present < min(wanted.top_logprobs, row.vocabulary) && s->list[present] >= kept.last) {
-        ++present;
-      }
-    }
-    WriteTop(row, wanted, to, present, maximum, kept.log_total, true);
-  }
-  WriteChosen(row, wanted, adjuster, tempered, maximum, raw, &kept);
+  FinishKept(row, wanted, adjuster, tempered, maximum, raw, kept, list, to);
 }
 
-// The whole of it, if the row is not plain. For all blocks of the row; `memory`: of this one.
+// The whole of it, unless the row is finished. For all blocks of the row; `memory`: of this one.
 template <typename Place, typename A>
 __device__ __forceinline__ void SampleRow(const Launch& p, int index,
                                           const typename Place::Memory& memory) {
   const Wanted wanted(p, index);
-  if (wanted.plain) return;
+  if (wanted.plain && !(wanted.needs_list && *PlainRecord(p, index).hard != 0)) return;
   Row<Place> row;
   static_cast<typename Place::Memory&>(row) = memory;
   row.x = p.logits + index * p.logits_ld;

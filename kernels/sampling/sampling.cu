@@ -26,12 +26,15 @@ cudaError_t Run(const Params& params, bool adjusts, Launch* p, cudaStream_t stre
   p->chosen_ids = params.chosen_ids;
   p->rows_in_use = params.rows_in_use;
   p->out = params.out;
+  p->records = static_cast<float*>(params.workspace);
   p->vocabulary = params.vocabulary;
   p->max_top = params.max_top;
-  if (params.rows_are != SampleRows::kOther) {
-    DORAD_CUDA_RETURN_IF_ERROR(SamplePlain(*p, params.rows, params.workspace, stream));
+  if (params.rows_are == SampleRows::kPlain) {
+    return SamplePlain(*p, params.rows, /*lists=*/false, stream);
   }
-  if (params.rows_are == SampleRows::kPlain) return cudaSuccess;
+  if (params.rows_are == SampleRows::kMixed) {
+    DORAD_CUDA_RETURN_IF_ERROR(SamplePlain(*p, params.rows, /*lists=*/true, stream));
+  }
   if (params.isa == KernelIsa::kSm90) return SampleSm90(*p, params.rows, adjusts, stream);
   // At the end: the plain rows' counters stay where they are for any number of rows.
   size_t end = 0;

@@ -11,9 +11,9 @@
 // multiples of 2^-45 of the largest.
 //
 // Plain rows (IsPlain) are one launch: their logits are read once, by as many warps as they have
-// thousands of ids. The others are a second launch, with KernelIsa::kSm90 of a cluster of blocks a
-// row, with the row's logits in their shared memory, with kMma of a block a row, with a copy of the
-// row in the workspace. All give the same results, to the last bit: a plain row's are those that it
+// thousands of ids. The others, and plain ones whose list would be too long, are a second launch,
+// with KernelIsa::kSm90 of a cluster of blocks a row, with the row's logits in their shared memory,
+// with kMma of a block a row, with a copy of the row in the workspace. All give the same results, to the last bit: a plain row's are those that it
 // would have with a top list. Everything but sizes, pointers and SampleRows is read on the device,
 // so that one captured graph serves greedy, plain and truncated rows mixed. Results of a row depend
 // on that row only and are reproducible to the last bit. Functions only enqueue work, allocate
@@ -96,14 +96,21 @@ constexpr bool IsTruncated(const SampleRowSpec& spec, int32_t vocabulary) {
   return spec.temperature != 0.0f &&
          ((spec.top_k > 0 && spec.top_k < vocabulary) || spec.top_p < 1.0f || spec.min_p > 0.0f);
 }
-constexpr bool IsPlain(const SampleRowSpec& spec, int32_t vocabulary) {
-  return spec.banned_count == 0 && spec.conditional_count == 0 && spec.adjustments < 0 &&
-         (spec.top_logprobs == 0 || spec.logprob_mode == LogprobMode::kNone) &&
-         !IsTruncated(spec, vocabulary);
+constexpr bool IsPlain(const SampleRowSpec& spec) {
+  return spec.banned_count == 0 && spec.conditional_count == 0 && spec.adjustments < 0;
 }
-constexpr bool IsPlain(const ScoreRowSpec& spec) { return spec.top_logprobs == 0; }
-// The rows of a call: kPlain and kOther are a launch less. Rows that are not as said are skipped.
-enum class SampleRows { kMixed, kPlain, kOther };
+// Whether a list of candidates is needed, which may be too long for the first launch.
+constexpr bool NeedsList(const SampleRowSpec& spec, int32_t vocabulary) {
+  return IsTruncated(spec, vocabulary) ||
+         (spec.top_logprobs > 0 && spec.logprob_mode != LogprobMode::kNone);
+}
+constexpr bool NeedsList(const ScoreRowSpec& spec) { return spec.top_logprobs > 0; }
+// The rows of a call: the others are a launch less. Rows that are not as said are skipped.
+enum class SampleRows {
+  kMixed,
+  kPlain,  // and none needs a list
+  kOther,  // none is plain
+};
 
 // Top lists have the requested length: missing candidates are id -1 with -inf. Outputs that were
 // not requested are not written.

@@ -43,7 +43,7 @@ struct BinRule {
 template <typename Place>
 __device__ __noinline__ void PickBin(const Row<Place>& row, const BinRule& rule) {
   constexpr int kEach = kBins / kScanThreads;
-  RowShared<Place>* const s = Shared<Place>();
+  auto* const s = Shared<Place>();
   uint32_t counts[kEach] = {};
   double mass = 0.0;
   uint32_t count = 0;
@@ -97,7 +97,7 @@ __device__ __noinline__ void PickBin(const Row<Place>& row, const BinRule& rule)
 // whose largest z `may` accepts, as it does every z that take accepts. REQUIRES: `listed` is 0.
 template <typename Place, typename May, typename Take>
 __device__ inline int Gather(Row<Place>& row, May may, Take take) {
-  RowShared<Place>* const s = Shared<Place>();
+  auto* const s = Shared<Place>();
   if (threadIdx.x == 0) s->gathered = 0;
   __syncthreads();
   for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
@@ -187,7 +187,7 @@ __device__ __noinline__ void SortList(const Row<Place>& row, int count) {
 template <typename Place>
 __device__ __noinline__ Ranked SelectByMeasure(Row<Place>& row, float maximum, bool by_mass,
                                                Ranked need) {
-  RowShared<Place>* const s = Shared<Place>();
+  auto* const s = Shared<Place>();
   const auto measure = [&](float z) { return by_mass ? Units(Exp(z - maximum)) : Ranked{1}; };
   uint32_t prefix = 0;
   Ranked before = 0;
@@ -294,7 +294,7 @@ struct Survivors {
 template <typename Place>
 __device__ __noinline__ Survivors SumSurvivors(Row<Place>& row, float maximum, Ranked bound,
                                                float min_p) {
-  RowShared<Place>* const s = Shared<Place>();
+  auto* const s = Shared<Place>();
   Ranked units = 0;
   Ranked last = ~Ranked{0};
   ForAll(row, [&](float z, int id) {

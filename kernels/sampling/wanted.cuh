@@ -25,15 +25,21 @@ struct Wanted {
   bool raw = false, processed = false;
   bool logprobs;
   bool plain;
+  bool needs_list;
 
   __device__ bool Draws() const { return !score && !greedy; }
+  // Top-p of all candidates, for which their sum of weights must be known.
+  __device__ bool MassOfAll() const { return truncated && top_p < 1.0f && top_k == 0; }
+  // A list of the first candidates of the distribution that is sampled from.
+  __device__ bool ListsProcessed() const { return top_logprobs > 0 && !greedy && !raw; }
 
   __device__ Wanted(const Launch& p, int index) {
     int32_t chosen_begin;
     if (p.samples != nullptr) {
       // All of it at once: loads that depend on each other's values take a microsecond each.
       const SampleRowSpec spec = p.samples[index];
-      plain = IsPlain(spec, p.vocabulary);
+      plain = IsPlain(spec);
+      needs_list = NeedsList(spec, p.vocabulary);
       score = false;
       noise = {spec.seed, spec.position, spec.sample_index};
       greedy = spec.temperature == 0.0f;
@@ -54,7 +60,8 @@ struct Wanted {
       num_chosen = logprobs ? spec.chosen_count : 0;
     } else {
       const ScoreRowSpec spec = p.scores[index];
-      plain = IsPlain(spec);
+      plain = true;
+      needs_list = NeedsList(spec);
       score = logprobs = true;
       target = spec.target < p.vocabulary ? spec.target : -1;
       temperature = spec.temperature;

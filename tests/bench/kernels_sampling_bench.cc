@@ -175,9 +175,10 @@ int main(int argc, char** argv) {
         const double us = MicrosecondsEach(stream, std::clamp(sets, 16, 400), [&](int i) {
           SampleParams call = p;
           call.rows = rows_of_call;
-          call.rows_are = dorad::kernels::IsPlain(host[0], vocabulary)
-                              ? dorad::kernels::SampleRows::kPlain
-                              : dorad::kernels::SampleRows::kOther;
+          using dorad::kernels::SampleRows;
+          call.rows_are = !IsPlain(host[0])                ? SampleRows::kOther
+                          : NeedsList(host[0], vocabulary) ? SampleRows::kMixed
+                                                           : SampleRows::kPlain;
           if (s.uses + s.biases + s.allowed == 0) call.adjustments = nullptr;
           if (s.uses > 0) {
             Check(cudaMemcpyAsync(uses, pinned, sizeof(TokenUse) * rows_of_call * s.uses,

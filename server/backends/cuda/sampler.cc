@@ -49,14 +49,6 @@ int32_t AppendTo(std::vector<To>* list, absl::Span<const From> items) {
   return begin;
 }
 
-// Of a step's rows of one kind.
-template <typename Specs, typename Plain>
-kernels::SampleRows RowsAre(const Specs& specs, const Plain& is_plain) {
-  if (absl::c_all_of(specs, is_plain)) return kernels::SampleRows::kPlain;
-  return absl::c_any_of(specs, is_plain) ? kernels::SampleRows::kMixed
-                                         : kernels::SampleRows::kOther;
-}
-
 }  // namespace
 
 // The parameters of a step's rows for the device.
@@ -215,11 +207,19 @@ absl::Status Sampler::Begin(const engine::StepBatch& batch,
   at.chosen = add(specs.chosen);
   at.banned = add(specs.banned);
   step.adjusts = !specs.conditional_bans.empty() || !specs.adjustments.empty();
-  step.samples_are = RowsAre(specs.samples, [this](const kernels::SampleRowSpec& spec) {
-    return kernels::IsPlain(spec, static_cast<int32_t>(vocab_size_));
-  });
-  step.scores_are = RowsAre(
-      specs.scores, [](const kernels::ScoreRowSpec& spec) { return kernels::IsPlain(spec); });
+  const auto vocabulary = static_cast<int32_t>(vocab_size_);
+  const auto is_simple = [vocabulary](const kernels::SampleRowSpec& spec) {
+    return kernels::IsPlain(spec) && !kernels::NeedsList(spec, vocabulary);
+  };
+  if (absl::c_all_of(specs.samples, is_simple)) {
+    step.samples_are = kernels::SampleRows::kPlain;
+  } else if (absl::c_none_of(specs.samples, [](const auto& spec) { return IsPlain(spec); })) {
+    step.samples_are = kernels::SampleRows::kOther;
+  } else {
+    step.samples_are = kernels::SampleRows::kMixed;
+  }
+  const bool lists = absl::c_any_of(specs.scores, [](const auto& spec) { return NeedsList(spec); });
+  step.scores_are = lists ? kernels::SampleRows::kMixed : kernels::SampleRows::kPlain;
   at.conditional_bans = add(specs.conditional_bans);
   at.adjustments = add(specs.adjustments);
   at.allowed = add(specs.allowed);
