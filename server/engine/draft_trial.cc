@@ -19,10 +19,9 @@ constexpr double kClearLoss = 0.95;
 constexpr int64_t kClearTokens = 128;
 // Tokens a step of three of four sequences: no step with guesses takes so many times as long.
 constexpr int64_t kClearGain = 4;
-// The weight of the last step in the price of those with guesses, and the most that it shows. A
-// high price makes such steps rare: each step without guesses forgets a little of it.
+// The weight of the last step in the price of those with guesses. A high price makes them rare:
+// each step without guesses forgets a little of it.
 constexpr double kLearned = 0.1;
-constexpr double kMostPrice = 2;
 constexpr double kForgotten = 0.0005;
 
 }  // namespace
@@ -49,10 +48,9 @@ bool DraftTrial::Decide(DraftSource source, const Step& step) {
   Trial& trial = TrialOf(source);
   const double gain = std::exchange(trial.gain, 0);
   const int64_t proposals = std::exchange(trial.proposals, 0);
-  if (proposals == 0 || !RuleOf(source).needs_company) return trial.rest_left == 0;
-  // No step may have been compared for a while.
-  const double price = prices_[BucketOf(std::max(step.sequences, proposals))];
-  return trial.rest_left == 0 && gain >= price * static_cast<double>(step.sequences) &&
+  if (trial.rest_left > 0) return false;
+  if (!RuleOf(source).needs_company) return true;
+  return gain >= price() * static_cast<double>(step.sequences) &&
          (step.others_wait || 2 * proposals >= step.sequences);
 }
 
@@ -83,10 +81,10 @@ void DraftTrial::Compare(const Step& step, const BySource<bool>& guessed,
   const bool has_ngrams = guessed[Index(DraftSource::kNgram)];
   if (has_answers || has_ngrams) {
     ++reference().guessed_since;
-    const bool tells_price = step.guessed[Index(DraftSource::kNgram)] && !has_answers;
-    if (tells_price && reference().steps >= kReferenceSteps) {
-      const double more = std::min(seconds / reference().seconds() - 1, kMostPrice);
-      price() += kLearned * (more - price());
+    if (!has_answers && reference().steps >= kReferenceSteps) {
+      // The mean of steps with guesses, to which the extra time of the steps after them is added.
+      if (step.guessed[Index(DraftSource::kNgram)]) price() *= 1 - kLearned;
+      price() += kLearned * (seconds / reference().seconds() - 1);
     }
   } else {
     constexpr double kKept = 0.95;

@@ -106,8 +106,8 @@ class DraftTrial {
 
   static constexpr double kFirstPrice = 0.1;
   std::array<Reference, 64> references_;
-  // The extra time of a step with n-grams, as a share of one without guesses, by the number of
-  // sequences as in references_.
+  // The extra time of a step with n-grams and of the one after it, as a share of one without
+  // guesses, by the number of sequences as in references_.
   std::array<double, 64> prices_;
   int bucket_ = 0;  // of the last step
   BySource<bool> last_guessed_ = {};

@@ -51,7 +51,6 @@ void DraftPace::Verified(int64_t right, bool all_right) {
 int64_t DraftPace::NextToCompare() const { return compared_.empty() ? longest_ : 0; }
 
 void DraftPace::Compare(absl::Span<const TokenId> guess) {
-  if (!compared_.empty()) return;
   compared_.assign(guess.begin(), guess.end());
   equal_ = 0;
 }

@@ -33,9 +33,8 @@ class DraftPace {
   // `right` of the guessed tokens were taken; all_right: they were all.
   void Verified(int64_t right, bool all_right);
 
-  // Tokens of a guess to compare; 0: one is being compared.
+  // Where Next is 0: tokens of a guess to compare; 0: one is being compared.
   int64_t NextToCompare() const;
-  // Compares the guess with the tokens that come, unless one is being compared.
   void Compare(absl::Span<const TokenId> guess);
   // The sample's new tokens.
   void Came(absl::Span<const TokenId> tokens);

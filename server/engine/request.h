@@ -92,8 +92,7 @@ struct Request {
   // Cuts a chunk with a draft, and its output, after the first token that differs from the draft or
   // ends the sample.
   void CutDraft(Chunk* chunk, StepOutput* output, const StepEnd& step) const;
-  // The sequence's draft gets no rows: it is compared with the tokens that come, unless a draft is
-  // being verified.
+  // The sequence's draft gets no rows: it is compared with the tokens that come.
   void CompareDraft(Sequence* sequence);
   // Takes a chunk's output. True when it ends the sequence.
   bool Accept(const Chunk& chunk, StepOutput output, const StepEnd& step);

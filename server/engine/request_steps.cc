@@ -215,14 +215,13 @@ void Request::Draft(const Chunk& chunk, int64_t tokens, const StepEnd& step) {
   const auto guess = [&](DraftSource source, DraftPace& pace, auto next) {
     const int64_t length = step.trial->rests(source) ? 0 : std::min(most, pace.Next(step.price));
     const auto guessed = next(length > 0 ? coming + length : pace.NextToCompare());
-    const auto ahead = static_cast<double>(guessed.size()) - static_cast<double>(coming);
-    const double gain = length > 0 && ahead > 0 ? pace.Gain(step.price, ahead) : 0;
-    if (gain > 0) {
+    const int64_t ahead = static_cast<int64_t>(guessed.size()) - coming;
+    if (length == 0) {
+      if (!guessed.empty()) pace.Compare(guessed);
+    } else if (ahead > 0) {
       sequence.draft.assign(guessed.begin(), guessed.end());
       sequence.draft_source = source;
-      step.trial->Propose(source, gain);
-    } else if (!sequence.verifies) {  // what it verifies counts already
-      pace.Compare(guessed);
+      step.trial->Propose(source, pace.Gain(step.price, static_cast<double>(ahead)));
     }
   };
   sequence.draft.clear();
@@ -242,7 +241,7 @@ void Request::CompareDraft(Sequence* sequence) {
   Sample& sample = samples_[sequence->index];
   const bool is_answer = sequence->draft_source == DraftSource::kAnswer;
   DraftPace& pace = is_answer ? sample.answer_pace : sample.ngram_pace;
-  if (!sequence->verifies) pace.Compare(sequence->draft);
+  if (pace.NextToCompare() > 0) pace.Compare(sequence->draft);
   sequence->draft.clear();
 }
 

@@ -199,7 +199,7 @@ TEST(DraftTrialTest, TheCallersDraftsDoNotRaiseThePriceOfNgrams) {
 TEST(DraftTrialTest, APriceThatWasTooHighIsForgotten) {
   Server server;
   server.Time({.sequences = 64, .guessing = 0});
-  Batch batch = {.sequences = 64, .length = 400, .guessing = 64, .slower = 100};
+  Batch batch = {.sequences = 64, .length = 400, .guessing = 64, .slower = 4};
   server.Time(batch);
   const int64_t before = server.guessed_steps;
   EXPECT_LT(before, 40);

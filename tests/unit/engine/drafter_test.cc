@@ -84,15 +84,6 @@ TEST(DraftPaceTest, AFirstGuessIsComparedUnlessItsSourceIsTrusted) {
   EXPECT_EQ(pace.Next({0.5, 1}), 0) << "in a large batch that is too little";
 }
 
-TEST(DraftPaceTest, AGuessThatIsBeingComparedStays) {
-  DraftPace pace(100, /*trusts=*/false);
-  pace.Compare({1, 2, 3, 4});
-  pace.Came({1, 2});
-  pace.Compare({9, 9, 9, 9});
-  pace.Came({3, 4});
-  EXPECT_GT(pace.Next({0.2, 1}), 0) << "all were right";
-}
-
 TEST(DraftPaceTest, AGuessGainsTheTokensThatItSavesLessItsPrice) {
   DraftPace pace(100, /*trusts=*/true);
   for (int i = 0; i < 60; ++i) pace.Verified(3, false);  // three quarters are right
