@@ -30,8 +30,8 @@ struct Launch {
   int32_t max_top;
 };
 
-// The plain rows; lists: also those that need lists. Their records: of PlainBytes, 128-byte aligned,
-// zero before the first use.
+// The plain rows; lists: also those that need lists. Their records: of PlainBytes, 128-byte
+// aligned, zero before the first use.
 size_t PlainBytes(int rows, int vocabulary);
 cudaError_t SamplePlain(const Launch& p, int rows, bool lists, cudaStream_t stream);
 

@@ -13,12 +13,12 @@
 // Plain rows (IsPlain) are one launch: their logits are read once, by as many warps as they have
 // thousands of ids. The others, and plain ones whose list would be too long, are a second launch,
 // with KernelIsa::kSm90 of a cluster of blocks a row, with the row's logits in their shared memory,
-// with kMma of a block a row, with a copy of the row in the workspace. All give the same results, to the last bit: a plain row's are those that it
-// would have with a top list. Everything but sizes, pointers and SampleRows is read on the device,
-// so that one captured graph serves greedy, plain and truncated rows mixed. Results of a row depend
-// on that row only and are reproducible to the last bit. Functions only enqueue work, allocate
-// nothing, are thread-safe, if concurrent calls have separate workspaces, and can be captured. All
-// pointers are to device memory.
+// with kMma of a block a row, with a copy of the row in the workspace. All give the same results,
+// to the last bit: a plain row's are those that it would have with a top list. Everything but
+// sizes, pointers and SampleRows is read on the device, so that one captured graph serves greedy,
+// plain and truncated rows mixed. Results of a row depend on that row only and are reproducible to
+// the last bit. Functions only enqueue work, allocate nothing, are thread-safe, if concurrent calls
+// have separate workspaces, and can be captured. All pointers are to device memory.
 #pragma once
 
 #include <cuda_runtime_api.h>
