@@ -1,4 +1,4 @@
-// Launches by programmatic dependent launch. Thread-safe.
+// Launches, by programmatic dependent launch and without. Thread-safe.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -46,6 +46,14 @@ cudaError_t LaunchEarly(void (*kernel)(Parameters...), dim3 grid, dim3 block, si
                         cudaStream_t stream, Arguments&&... arguments) {
   return LaunchEarlyInClusters(kernel, /*cluster=*/1, grid, block, shared_bytes, stream,
                                std::forward<Arguments>(arguments)...);
+}
+
+// Enqueues a kernel whose blocks start when the stream's work before it is complete.
+template <typename... Parameters, typename... Arguments>
+cudaError_t LaunchAfter(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+                        cudaStream_t stream, Arguments&&... arguments) {
+  kernel<<<grid, block, shared_bytes, stream>>>(std::forward<Arguments>(arguments)...);
+  return cudaGetLastError();
 }
 
 }  // namespace dorad::kernels

@@ -20,7 +20,7 @@ struct InCluster {
 
   // Shared memory: the block's logits and maxima follow RowShared.
   __device__ static float* Logits(const Row<InCluster>&) {
-    return reinterpret_cast<float*>(row_memory + ShareOffset());
+    return reinterpret_cast<float*>(DynamicShared<128>() + ShareOffset());
   }
   __device__ static float* GroupMaxima(const Row<InCluster>& row) {
     return Logits(row) + row.share * kChunk;

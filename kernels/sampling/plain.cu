@@ -2,6 +2,8 @@
 
 #include "kernels/common/status.h"
 #include "kernels/isa/device.h"
+#include "kernels/isa/launch.h"
+#include "kernels/isa/shared.cuh"
 #include "kernels/sampling/launch.h"
 #include "kernels/sampling/plain.cuh"
 
@@ -36,7 +38,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kBlocksAtOnce)
   for (int chunk = first + static_cast<int>(threadIdx.x) / kWarp; chunk < end; chunk += kWarps) {
     ReadChunk(p, wanted, index, chunk, record);
   }
-  __shared__ bool is_last;
+  bool& is_last = StaticShared<bool>();
   __syncthreads();
   if (threadIdx.x == 0) {
     is_last = SignalAcquireRelease(record.arrived) == static_cast<uint32_t>(blocks) - 1;
@@ -57,10 +59,8 @@ cudaError_t Run(const Launch& p, int rows, cudaStream_t stream) {
   const int wanted = BlocksOfRow(rows, processors, most);
   const int share = (most + wanted - 1) / wanted * kWarps;
   const int blocks = (chunks + share - 1) / share;
-  PlainRowsKernel<kLists>
-      <<<rows * blocks, kWarps * kWarp, InRecord<kLists>::SharedBytes(chunks), stream>>>(p, blocks,
-                                                                                         share);
-  return cudaGetLastError();
+  return LaunchAfter(PlainRowsKernel<kLists>, rows * blocks, kWarps * kWarp,
+                     InRecord<kLists>::SharedBytes(chunks), stream, p, blocks, share);
 }
 
 }  // namespace

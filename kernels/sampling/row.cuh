@@ -10,6 +10,8 @@
 
 #include <cstdint>
 
+#include "kernels/isa/max.cuh"
+#include "kernels/isa/shared.cuh"
 #include "kernels/sampling/numbers.cuh"
 
 namespace dorad::kernels {
@@ -70,12 +72,11 @@ struct RowShared : ListShared<Place> {
   uint32_t newest_count;  // see adjust.cuh
 };
 
-// A kernel's dynamic shared memory: the place's SharedMemory, and what it puts after it. By name
-// and not by pointer, so that the compiler knows the memory.
-extern __shared__ __align__(128) unsigned char row_memory[];
+// A kernel's dynamic shared memory: the place's SharedMemory, and what it puts after it. Asked for
+// each time, so that the compiler knows the memory.
 template <typename Place>
 __device__ inline typename Place::SharedMemory* Shared() {
-  return reinterpret_cast<typename Place::SharedMemory*>(row_memory);
+  return reinterpret_cast<typename Place::SharedMemory*>(DynamicShared<128>());
 }
 
 template <typename Place>
@@ -131,11 +132,6 @@ __device__ inline void ForAll(const Row<Place>& row, F f) {
   }
 }
 
-__device__ inline float MaxOrNan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
 __device__ inline float WarpMaxOrNan(float x) {
   for (int mask = kWarp / 2; mask > 0; mask /= 2) {
     x = MaxOrNan(x, __shfl_xor_sync(~0u, x, mask));

@@ -206,15 +206,3 @@ void __syncwarp() {
 }
 
 void __syncthreads() { dorad::emulation::Meet(ThisBlock().named[0], ThisBlock().threads); }
-
-uint32_t atomicAdd(uint32_t* to, uint32_t value) {
-  const uint32_t before = *to;
-  *to += value;
-  return before;
-}
-
-int atomicAdd(int* to, int value) {
-  const int before = *to;
-  *to += value;
-  return before;
-}

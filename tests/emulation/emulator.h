@@ -25,8 +25,11 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 // The language's words for the compiler of device code.
@@ -34,10 +37,12 @@
 #undef __grid_constant__
 #undef __global__
 #undef __shared__
+#undef __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __global__
 #define __shared__
+#define __noinline__
 
 namespace dorad::emulation {
 
@@ -248,6 +253,8 @@ inline Index SizeOf(const Grid& grid) {
 // What device code finds in the language.
 #define threadIdx (dorad::emulation::Index{dorad::emulation::Emulator::Get().thread().index})
 #define blockIdx (dorad::emulation::IndexOf(dorad::emulation::ThisBlock()))
+#define blockDim \
+  (dorad::emulation::Index{static_cast<unsigned>(dorad::emulation::ThisBlock().threads)})
 #define gridDim (dorad::emulation::SizeOf(*dorad::emulation::ThisBlock().grid))
 
 template <typename T>
@@ -274,6 +281,19 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   const int other = static_cast<int>(threadIdx.x % 32) ^ mask;
   return dorad::emulation::Exchange(value, [other](const T* all) { return all[other]; });
 }
+inline uint32_t __reduce_min_sync(unsigned, uint32_t value) {
+  return dorad::emulation::Exchange(
+      value, [](const uint32_t* all) { return *std::min_element(all, all + 32); });
+}
+inline uint32_t __reduce_or_sync(unsigned, uint32_t value) {
+  return dorad::emulation::Exchange(value, [](const uint32_t* all) {
+    return std::accumulate(all, all + 32, uint32_t{0}, std::bit_or<>());
+  });
+}
+inline uint32_t __reduce_add_sync(unsigned, uint32_t value) {
+  return dorad::emulation::Exchange(
+      value, [](const uint32_t* all) { return std::accumulate(all, all + 32, uint32_t{0}); });
+}
 inline int __reduce_max_sync(unsigned, int value) {
   return dorad::emulation::Exchange(
       value, [](const int* all) { return *std::max_element(all, all + 32); });
@@ -289,8 +309,19 @@ inline bool __all_sync(unsigned, bool value) {
 }
 void __syncwarp();
 void __syncthreads();
-uint32_t atomicAdd(uint32_t* to, uint32_t value);
-int atomicAdd(int* to, int value);
+// Nothing comes between the two steps of these.
+template <typename T>
+T atomicAdd(T* to, std::type_identity_t<T> value) {
+  return std::exchange(*to, *to + value);
+}
+template <typename T>
+T atomicMin(T* to, std::type_identity_t<T> value) {
+  return std::exchange(*to, std::min(*to, value));
+}
+template <typename T>
+T atomicMax(T* to, std::type_identity_t<T> value) {
+  return std::exchange(*to, std::max(*to, value));
+}
 template <typename T>
 T __ldg(const T* from) {
   return *from;
@@ -299,6 +330,26 @@ template <typename T>
 T __ldcg(const T* from) {
   return *from;
 }
+template <typename T>
+T __ldcs(const T* from) {
+  return *from;
+}
+inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
+inline double __longlong_as_double(int64_t bits) { return std::bit_cast<double>(bits); }
+inline int64_t __double_as_longlong(double x) { return std::bit_cast<int64_t>(x); }
+inline double __ll2double_rn(int64_t x) { return static_cast<double>(x); }
+inline unsigned long long __double2ull_rz(double x) { return static_cast<unsigned long long>(x); }
+inline unsigned long long __float2ull_rn(float x) {
+  return static_cast<unsigned long long>(std::nearbyint(x));
+}
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __dsub_rn(double a, double b) { return a - b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __ddiv_rn(double a, double b) { return a / b; }
+inline float __expf(float x) { return std::exp(x); }
+inline float __logf(float x) { return std::log(x); }
+inline int __popc(unsigned bits) { return std::popcount(bits); }
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __fadd_rn(float a, float b) { return a + b; }
@@ -309,6 +360,9 @@ inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline uint32_t min(uint32_t a, uint32_t b) { return std::min(a, b); }
+inline uint32_t max(uint32_t a, uint32_t b) { return std::max(a, b); }
+inline unsigned long long min(unsigned long long a, unsigned long long b) { return std::min(a, b); }
+inline unsigned long long max(unsigned long long a, unsigned long long b) { return std::max(a, b); }
 template <typename T>
 void __stcg(T* to, const T& value) {
   *to = value;

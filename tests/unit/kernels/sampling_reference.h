@@ -19,7 +19,6 @@
 
 #include "kernels/sampling/sampling.h"
 #include "server/backends/cpu/ops/noise.h"
-#include "tests/unit/kernels/device.h"
 
 namespace dorad::kernels {
 

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "kernels/common/status.h"
+#include "kernels/isa/dependent_launch.cuh"
 #include "kernels/isa/device.h"
 #include "tests/emulation/emulator.h"
 
@@ -27,6 +28,18 @@ cudaError_t LaunchEarly(void (*kernel)(Parameters...), dim3 grid, dim3 block, si
                         cudaStream_t stream, Arguments&&... arguments) {
   return LaunchEarlyInClusters(kernel, /*cluster=*/1, grid, block, shared_bytes, stream,
                                arguments...);
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t LaunchAfter(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+                        cudaStream_t, Arguments&&... arguments) {
+  const std::tuple<std::decay_t<Parameters>...> parameters(arguments...);
+  emulation::Emulator::Get().Launch(grid, static_cast<int>(block.x), /*cluster=*/1,
+                                    static_cast<uint32_t>(shared_bytes), [=] {
+                                      WaitForPrevious();
+                                      std::apply(kernel, parameters);
+                                    });
+  return cudaSuccess;
 }
 
 }  // namespace dorad::kernels
