@@ -46,6 +46,20 @@ __device__ inline bool Won(Ranked drawn, float limit) {
 }
 __device__ inline float RoughWeight(float distance) { return __expf(distance); }
 
+// One candidate, 0 if it is above the limit.
+__device__ inline Ranked DrawIfBelow(const Noise& noise, Ranked ranked, float maximum,
+                                     float limit) {
+  const int32_t id = IdOf(ranked);
+  const int member = MemberOf(id);
+  const float z = ValueOf(ranked);
+  const uint32_t group_word = NoiseWord(noise, kGroups, GroupOf(id));
+  const uint32_t word = NoiseWord(noise, kMembers, kGroupSize * GroupOf(id) + member);
+  const float least = LeastOfGroup(group_word) + LeastOfMember(group_word, word, member);
+  if (!(least < limit * RoughWeight(z - maximum))) return 0;
+  const double distance = static_cast<double>(z) - static_cast<double>(maximum);
+  return Drawn(noise, id, distance, group_word, word);
+}
+
 // To `hits` and num_hits: the block's groups that may have a candidate below the limit, in any
 // order. For one block.
 template <typename Place>
@@ -82,20 +96,12 @@ __device__ inline Ranked DrawFromGroups(const Row<Place>& row, const Noise& nois
   const auto* const s = Shared<Place>();
   Ranked best = 0;
   for (int i = threadIdx.x; i < s->num_hits * kGroupSize; i += blockDim.x) {
-    const int group = s->hits[i / kGroupSize];
-    const int member = i % kGroupSize;
-    const int at = IdOfMember(group, member);
+    const int at = IdOfMember(s->hits[i / kGroupSize], i % kGroupSize);
     const int32_t id = row.IdAt(0) + at;
     if (id >= row.vocabulary) continue;
     const float z = tempered(Share(row)[at]);
-    const int index = row.first * kWarp + group;
-    const uint32_t group_word = NoiseWord(noise, kGroups, index);
-    const uint32_t word = NoiseWord(noise, kMembers, kGroupSize * index + member);
-    const float least = LeastOfGroup(group_word) + LeastOfMember(group_word, word, member);
-    if (least < limit * RoughWeight(z - maximum) && Rank(z, id) >= last) {
-      const double distance = static_cast<double>(z) - static_cast<double>(maximum);
-      best = max(best, Drawn(noise, id, distance, group_word, word));
-    }
+    const Ranked ranked = Rank(z, id);
+    if (ranked >= last) best = max(best, DrawIfBelow(noise, ranked, maximum, limit));
   }
   return best;
 }
@@ -120,20 +126,6 @@ struct Kept {
   double log_total;
   int32_t token;
 };
-
-// One candidate, 0 if it is above the limit.
-__device__ inline Ranked DrawIfBelow(const Noise& noise, Ranked ranked, float maximum,
-                                     float limit) {
-  const int32_t id = IdOf(ranked);
-  const int member = MemberOf(id);
-  const float z = ValueOf(ranked);
-  const uint32_t group_word = NoiseWord(noise, kGroups, GroupOf(id));
-  const uint32_t word = NoiseWord(noise, kMembers, kGroupSize * GroupOf(id) + member);
-  const float least = LeastOfGroup(group_word) + LeastOfMember(group_word, word, member);
-  if (!(least < limit * RoughWeight(z - maximum))) return 0;
-  const double distance = static_cast<double>(z) - static_cast<double>(maximum);
-  return Drawn(noise, id, distance, group_word, word);
-}
 
 // The candidates that truncation may keep. total: of all weights, for MassOfAll.
 __device__ inline BinRule RuleOf(const Wanted& wanted, double total, int vocabulary) {

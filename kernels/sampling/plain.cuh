@@ -1,8 +1,7 @@
-// Plain rows, which need a maximum, sums and a draw: no adjustments, bans, top list or truncation.
-// Logits are read once, from device memory to registers, by warps that do not wait for each other:
-// each takes a chunk and leaves what it found in the row's record. The row's last block computes
-// the results from the record and, for a draw, from the few groups that may win. For every GPU.
-// Internal to kernels/sampling.
+// Plain rows, which have no adjustments and no bans. Logits are read once, from device memory to
+// registers, by warps that do not wait for each other: each takes a chunk and leaves what it found
+// in the row's record. The row's last block computes the results from the record and, for a draw,
+// from the few groups that may win. For every GPU. Internal to kernels/sampling.
 #pragma once
 
 #include <algorithm>
