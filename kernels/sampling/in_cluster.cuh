@@ -2,11 +2,10 @@
 // kernels/sampling.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include <cstdint>
 
 #include "kernels/isa/barrier.cuh"
+#include "kernels/isa/sm90/cluster.cuh"
 #include "kernels/isa/sm90/copy.cuh"
 #include "kernels/sampling/row.cuh"
 
@@ -30,13 +29,14 @@ struct InCluster {
     return ShareOffset() + sizeof(float) * (kChunk + kWarp) * share;
   }
 
-  __device__ static int Rank() {
-    return static_cast<int>(cooperative_groups::this_cluster().block_rank());
+  __device__ static int Rank() { return ClusterRank(); }
+  __device__ static void Sync() {
+    __syncwarp();
+    ClusterBarrier();
   }
-  __device__ static void Sync() { cooperative_groups::this_cluster().sync(); }
   template <typename T>
   __device__ static T* Remote(T* local, int rank) {
-    return cooperative_groups::this_cluster().map_shared_rank(local, rank);
+    return RemotePointer(local, rank);
   }
 
   // Starts the copy of the warp's chunks; whole ones of aligned rows by the copy engine. For a

@@ -50,7 +50,6 @@ struct ListShared : ResultShared<Place> {
   Ranked crossed;  // first block
   Ranked before_crossed;
   uint32_t listed;     // first block
-  uint32_t gathered;   // of each block
   int32_t picked_bin;  // set by the first block
   int32_t picked_count;
   int32_t last_kept;  // first block, as the rest

@@ -9,7 +9,7 @@ namespace {
 // What Sample and Score have in common; params: of either.
 template <typename Params>
 cudaError_t Run(const Params& params, bool adjusts, Launch* p, cudaStream_t stream) {
-  if (params.rows < 0 || params.rows > (1 << 25) || params.vocabulary <= 0 ||
+  if (params.rows > (1 << 25) || params.rows < 0 || params.vocabulary <= 0 ||
       params.vocabulary > kMostVocabulary || params.logits_ld < params.vocabulary ||
       params.max_top < 0 || params.max_top > kMostTopLogprobs) {
     return cudaErrorInvalidValue;

@@ -1,7 +1,9 @@
 #include <algorithm>
 
 #include "kernels/common/status.h"
+#include "kernels/isa/dependent_launch.cuh"
 #include "kernels/isa/device.h"
+#include "kernels/isa/launch.h"
 #include "kernels/sampling/in_block.cuh"
 #include "kernels/sampling/sample.cuh"
 
@@ -14,6 +16,7 @@ constexpr int kThreads = 512;
 template <typename A>
 __global__ void __launch_bounds__(kThreads, 1)
     SampleRowsKernel(const __grid_constant__ Launch p, int rows, float* workspace, size_t part) {
+  WaitForPrevious();
   if (p.rows_in_use != nullptr) rows = min(rows, *p.rows_in_use);
   for (int index = static_cast<int>(blockIdx.x); index < rows;
        index += static_cast<int>(gridDim.x)) {
@@ -31,13 +34,11 @@ cudaError_t BlocksFor(int rows, int* blocks) {
 
 template <typename A>
 cudaError_t Run(const Launch& p, int rows, void* workspace, cudaStream_t stream) {
-  const auto kernel = SampleRowsKernel<A>;
-  DORAD_CUDA_RETURN_IF_ERROR(AllowSharedMemory(kernel));
   int blocks = 0;
   DORAD_CUDA_RETURN_IF_ERROR(BlocksFor(rows, &blocks));
-  kernel<<<blocks, kThreads, sizeof(RowShared<InBlock>), stream>>>(
-      p, rows, static_cast<float*>(workspace), InBlock::LogitsSize(ChunksOf(p.vocabulary)));
-  return cudaGetLastError();
+  return LaunchEarly(SampleRowsKernel<A>, blocks, kThreads, sizeof(RowShared<InBlock>), stream, p,
+                     rows, static_cast<float*>(workspace),
+                     InBlock::LogitsSize(ChunksOf(p.vocabulary)));
 }
 
 }  // namespace

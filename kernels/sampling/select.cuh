@@ -7,17 +7,11 @@
 
 namespace dorad::kernels {
 
-// Counts candidates by their distance to the maximum into the first block's `counts`; with `groups`
-// the groups by that of their largest.
+// Counts candidates by their distance to the maximum into the first block's `counts`.
 template <typename Place>
-__device__ __noinline__ void CountByDistance(const Row<Place>& row, float maximum, bool groups) {
+__device__ __noinline__ void CountByDistance(const Row<Place>& row, float maximum) {
   uint32_t* const counts = Shared<Place>()->counts;
-  const auto count = [&](float z) { atomicAdd(&counts[BinOf(maximum - z)], 1u); };
-  if (groups) {
-    for (int chunk = row.warp; chunk < row.own; chunk += row.warps) count(GroupMax(row, chunk));
-  } else {
-    ForAll(row, [&](float z, int) { count(z); });
-  }
+  ForAll(row, [&](float z, int) { atomicAdd(&counts[BinOf(maximum - z)], 1u); });
   __syncthreads();
   if (row.rank != 0) {
     for (int bin = threadIdx.x; bin < kBins; bin += blockDim.x) {
@@ -92,25 +86,18 @@ __device__ __noinline__ void PickBin(const Row<Place>& row, const BinRule& rule)
   }
 }
 
-// Appends the candidates that `take` (z, id) accepts to the first block's list, in any order, and
-// returns their number. Of more than kListed only the first ones are there. Groups are looked into
-// whose largest z `may` accepts, as it does every z that take accepts. REQUIRES: `listed` is 0.
-template <typename Place, typename May, typename Take>
-__device__ inline int Gather(Row<Place>& row, May may, Take take) {
+// Appends the candidates that `take` (z, id) accepts to the first block's list, in any order; there
+// are no more than kListed of them. Complete after the next Sync. REQUIRES: `listed` is 0.
+template <typename Place, typename Take>
+__device__ inline void Gather(const Row<Place>& row, Take take) {
   auto* const s = Shared<Place>();
-  if (threadIdx.x == 0) s->gathered = 0;
-  __syncthreads();
   for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
-    const bool looks = may(GroupMax(row, chunk));
-    if (__ballot_sync(~0u, looks) == 0) continue;
     uint32_t taken = 0;
     uint32_t bit = 1;
-    if (looks) {
-      ForLane(row, chunk, [&](float z, int id) {
-        if (id < row.vocabulary && take(z, id)) taken |= bit;
-        bit <<= 1;
-      });
-    }
+    ForLane(row, chunk, [&](float z, int id) {
+      if (id < row.vocabulary && take(z, id)) taken |= bit;
+      bit <<= 1;
+    });
     if (__ballot_sync(~0u, taken != 0) == 0) continue;
     const int mine = __popc(taken);
     const int inclusive = InclusiveScan(mine, row.lane);
@@ -118,43 +105,31 @@ __device__ inline int Gather(Row<Place>& row, May may, Take take) {
     if (row.lane == kWarp - 1) {
       at = static_cast<int>(
           atomicAdd(Place::Remote(&s->listed, 0), static_cast<uint32_t>(inclusive)));
-      atomicAdd(&s->gathered, static_cast<uint32_t>(inclusive));
     }
     at = __shfl_sync(~0u, at, kWarp - 1) + inclusive - mine;
     for (; taken != 0; taken &= taken - 1) {
       const int i = __ffs(taken) - 1;
       const int offset = (i / 2) * 2 * kWarp + 2 * row.lane + i % 2;
       const float z = Share(row)[chunk * kChunk + offset];
-      if (at < kListed) *Place::Remote(&s->list[at], 0) = Rank(z, row.IdAt(chunk) + offset);
-      ++at;
+      *Place::Remote(&s->list[at++], 0) = Rank(z, row.IdAt(chunk) + offset);
     }
   }
-  __syncthreads();
-  const Ranked* const each = Exchange(row, s->gathered);
-  int listed = 0;
-  for (int i = 0; i < Place::kBlocks; ++i) listed += static_cast<int>(each[i]);
-  return listed;
 }
 
 // Lists the candidates up to a bin that follows the rule, which the first block has, and returns
-// their number; more than kListed: there is no list. The groups' maxima are counted first: a bin
-// with so many of them, or their weight, has as many candidates. All are counted if that bin has
-// too many.
+// their number; more than kListed: there is no list.
 template <typename Place>
-__device__ __noinline__ int ListByRule(Row<Place>& row, float maximum, const BinRule& rule) {
-  for (const bool groups : {true, false}) {
-    CountByDistance(row, maximum, groups);
-    if (row.rank == 0) PickBin(row, rule);
+__device__ __noinline__ int ListByRule(const Row<Place>& row, float maximum, const BinRule& rule) {
+  CountByDistance(row, maximum);
+  if (row.rank == 0) PickBin(row, rule);
+  Place::Sync();
+  const int bin = Shared<Place>()->picked_bin;
+  const int count = Shared<Place>()->picked_count;
+  if (count <= kListed) {
+    Gather(row, [maximum, bin](float z, int) { return BinOf(maximum - z) <= bin; });
     Place::Sync();
-    const int bin = Shared<Place>()->picked_bin;
-    int listed = Shared<Place>()->picked_count;
-    if (listed <= kListed) {
-      const auto take = [maximum, bin](float z, int = 0) { return BinOf(maximum - z) <= bin; };
-      listed = Gather(row, take, take);
-    }
-    if (listed <= kListed || !groups) return listed;
   }
-  return 0;  // not reached
+  return count;
 }
 
 // Sorts the first `count` of the list, best first. For the first block.
@@ -341,9 +316,9 @@ __device__ __noinline__ void ListFirst(Row<Place>& row, float maximum, int count
     const Ranked bound = SelectByMeasure(row, maximum, false, static_cast<Ranked>(count));
     if (threadIdx.x == 0) Shared<Place>()->listed = 0;
     Place::Sync();
-    listed = Gather(
-        row, [bound](float z) { return OrderedBits(z) >= static_cast<uint32_t>(bound >> 32); },
-        [bound](float z, int id) { return Rank(z, id) >= bound; });
+    Gather(row, [bound](float z, int id) { return Rank(z, id) >= bound; });
+    Place::Sync();
+    listed = count;
   }
   if (row.rank == 0) SortList(row, listed);
 }

@@ -38,6 +38,15 @@ __device__ inline uint32_t RemoteAddress(uint32_t shared_address, int rank) {
   return address;
 }
 
+// The same object in the shared memory of block `rank` of the cluster, for plain accesses and
+// atomics.
+template <typename T>
+__device__ inline T* RemotePointer(T* shared, int rank) {
+  T* remote;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(remote) : "l"(shared), "r"(rank));
+  return remote;
+}
+
 // Stores 16 bytes; completes on the barrier, which is in the same block as `address`.
 __device__ inline void StoreRemote(uint32_t address, float4 value, uint32_t barrier) {
   asm volatile(
