@@ -298,6 +298,10 @@ inline int __reduce_max_sync(unsigned, int value) {
   return dorad::emulation::Exchange(
       value, [](const int* all) { return *std::max_element(all, all + 32); });
 }
+inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
+  return dorad::emulation::Exchange(
+      value, [](const uint32_t* all) { return *std::max_element(all, all + 32); });
+}
 inline bool __any_sync(unsigned, bool value) {
   return dorad::emulation::Exchange(
       value, [](const bool* all) { return std::find(all, all + 32, true) != all + 32; });

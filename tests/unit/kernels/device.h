@@ -78,8 +78,9 @@ class DeviceBuffer {
   // Waits for the device.
   std::vector<T> Read() const {
     std::vector<T> values(size_);
-    cudaDeviceSynchronize();
-    cudaMemcpy(values.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost);
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    EXPECT_EQ(cudaMemcpy(values.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost),
+              cudaSuccess);
     return values;
   }
 

@@ -109,6 +109,7 @@ class Batch {
   }
 
   SampleParams& params() { return params_; }
+  const SampleParams& params() const { return params_; }
   const DeviceBuffer<SampleRowSpec>& specs() const { return *specs_; }
 
   // After a run. Lists as long as wanted.
@@ -155,9 +156,7 @@ inline std::vector<Result> SampleAll(const std::vector<Request>& requests, int s
                                      int padding = 0) {
   Batch batch(requests, shift, padding);
   EXPECT_EQ(Sample(batch.params(), nullptr), cudaSuccess);
-  std::vector<Result> results = batch.Read();
-  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
-  return results;
+  return batch.Read();
 }
 inline Result SampleOne(const Request& request) { return SampleAll({request})[0]; }
 

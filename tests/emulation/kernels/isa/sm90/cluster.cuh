@@ -18,6 +18,12 @@ inline emulation::Block& RemoteBlock(uint32_t remote) {
   if ((remote & kRemote) == 0) emulation::Fail("not a remote address");
   return *block;
 }
+template <typename T>
+T* RemotePointer(T* shared, int rank) {
+  emulation::Block& block = *emulation::ThisBlock().cluster->at(rank);
+  MustLive(block);
+  return reinterpret_cast<T*>(block.At(SharedAddress(shared)));
+}
 inline int ClusterRank() { return emulation::ThisBlock().rank; }
 
 inline void BarrierArriveRemote(uint32_t barrier) {
