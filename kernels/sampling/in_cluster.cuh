@@ -31,7 +31,7 @@ struct InCluster {
 
   __device__ static int Rank() { return ClusterRank(); }
   __device__ static void Sync() {
-    __syncwarp();
+    __syncwarp();  // the barrier is for whole warps
     ClusterBarrier();
   }
   template <typename T>

@@ -9,6 +9,7 @@ namespace {
 // What Sample and Score have in common; params: of either.
 template <typename Params>
 cudaError_t Run(const Params& params, bool adjusts, Launch* p, cudaStream_t stream) {
+  // `rows <` first would begin a template for g++.
   if (params.rows > (1 << 25) || params.rows < 0 || params.vocabulary <= 0 ||
       params.vocabulary > kMostVocabulary || params.logits_ld < params.vocabulary ||
       params.max_top < 0 || params.max_top > kMostTopLogprobs) {

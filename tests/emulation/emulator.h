@@ -294,13 +294,10 @@ inline uint32_t __reduce_add_sync(unsigned, uint32_t value) {
   return dorad::emulation::Exchange(
       value, [](const uint32_t* all) { return std::accumulate(all, all + 32, uint32_t{0}); });
 }
-inline int __reduce_max_sync(unsigned, int value) {
-  return dorad::emulation::Exchange(
-      value, [](const int* all) { return *std::max_element(all, all + 32); });
-}
-inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
-  return dorad::emulation::Exchange(
-      value, [](const uint32_t* all) { return *std::max_element(all, all + 32); });
+template <typename T>
+T __reduce_max_sync(unsigned, T value) {
+  return dorad::emulation::Exchange(value,
+                                    [](const T* all) { return *std::max_element(all, all + 32); });
 }
 inline bool __any_sync(unsigned, bool value) {
   return dorad::emulation::Exchange(

@@ -3,14 +3,17 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
 #include <random>
 #include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "kernels/sampling/launch.h"
 #include "tests/emulation/emulator.h"
 #include "tests/unit/kernels/sampling_batch.h"
+#include "tests/unit/kernels/sampling_checks.h"
 
 namespace dorad::kernels {
 namespace {
@@ -25,25 +28,20 @@ class SamplingTest : public testing::TestWithParam<KernelIsa> {
  private:
   emulation::Emulator emulator_;
 };
-INSTANTIATE_TEST_SUITE_P(Isas, SamplingTest, testing::Values(KernelIsa::kSm90, KernelIsa::kMma),
-                         [](const auto& info) {
-                           return info.param == KernelIsa::kSm90 ? "Sm90" : "Mma";
-                         });
+DORAD_FOR_EACH_ISA(SamplingTest);
 
-void MakePlain(Request* request) {
-  request->banned.clear();
-  request->conditional.clear();
-  request->adjusted = false;
-}
-// For all candidates.
-void KeepAll(Request* request) {
-  request->spec.top_k = 0;
-  request->spec.top_p = 1.0f;
-  request->spec.min_p = 0.0f;
+// After a call: whether the first launch left this row to the second one.
+bool IsHard(Batch* batch, size_t row) {
+  const SampleParams& p = batch->params();
+  const auto* const record = static_cast<const unsigned char*>(p.workspace);
+  uint32_t words[2];  // of PlainRecord
+  std::memcpy(words, record + row * PlainBytes(1, p.vocabulary), sizeof(words));
+  return words[1] != 0;
 }
 
 TEST_P(SamplingTest, MixedRowsGiveTheCpusResults) {
   std::mt19937 random(1);
+  int listed_at_once = 0;
   // Less than a chunk, a chunk's edges, fewer chunks than blocks of a row, several warps and
   // blocks; rows that are aligned and rows that are not.
   for (const auto& [vocabulary, padding] : {std::pair{5, 3}, {1024, 0}, {1025, 3}, {20001, 0}}) {
@@ -52,9 +50,15 @@ TEST_P(SamplingTest, MixedRowsGiveTheCpusResults) {
       requests.push_back(RandomRequest(vocabulary, r, random));
       if (r % 3 == 0) MakePlain(&requests.back());
     }
-    ExpectAsReference(requests, SampleAll(requests, /*shift=*/padding, padding));
+    Batch batch(requests, /*shift=*/padding, padding);
+    ASSERT_EQ(Sample(batch.params(), nullptr), cudaSuccess);
+    ExpectAsReference(requests, batch.Read());
     if (HasFailure()) return;
+    for (size_t r = 0; r < requests.size(); r += 3) {
+      listed_at_once += NeedsList(requests[r].spec, vocabulary) && !IsHard(&batch, r);
+    }
   }
+  EXPECT_GT(listed_at_once, 10) << "by the first launch";
 }
 
 // More candidates than a list takes: the first launch leaves these rows to the second one.
@@ -74,32 +78,20 @@ TEST_P(SamplingTest, LongListsGiveTheCpusResults) {
     request.spec.min_p = 1e-6f;
     requests.push_back(request);
   }
-  ExpectAsReference(requests, SampleAll(requests));
+  Batch batch(requests, 0, 0);
+  ASSERT_EQ(Sample(batch.params(), nullptr), cudaSuccess);
+  ExpectAsReference(requests, batch.Read());
+  for (size_t r = 0; r < requests.size(); ++r) EXPECT_TRUE(IsHard(&batch, r)) << r;
 }
 
 TEST_P(SamplingTest, RowsOfAKindAloneGiveTheSame) {
   std::mt19937 random(3);
-  std::vector<Request> plain, other;
-  for (int r = 0; r < 16; ++r) {
-    Request request = RandomRequest(3000, r, random);
-    MakePlain(&request);
-    KeepAll(&request);
-    request.spec.top_logprobs = 0;
-    if (r % 2 != 0) request.banned = {7, 8};
-    (r % 2 == 0 ? plain : other).push_back(request);
+  std::vector<Request> requests;
+  for (int r = 0; r < 8; ++r) {
+    requests.push_back(RandomRequest(3000, r, random));
+    MakeSimple(&requests.back());
   }
-  for (const auto& [requests, rows_are] :
-       {std::pair{&plain, SampleRows::kPlain}, {&other, SampleRows::kOther}}) {
-    Batch batch(*requests, 0, 0);
-    batch.params().rows_are = rows_are;
-    ASSERT_EQ(Sample(batch.params(), nullptr), cudaSuccess);
-    ExpectAsReference(*requests, batch.Read());
-    Batch skipped(*requests, 0, 0);
-    skipped.params().rows_are =
-        rows_are == SampleRows::kPlain ? SampleRows::kOther : SampleRows::kPlain;
-    ASSERT_EQ(Sample(skipped.params(), nullptr), cudaSuccess);
-    for (const Result& result : skipped.Read()) EXPECT_EQ(result.token, -1);
-  }
+  ExpectRowsOfAKindAlone(requests);
 }
 
 // The plain rows' counters are zero between calls, of any number of rows.
@@ -108,42 +100,22 @@ TEST_P(SamplingTest, CallsOfOtherNumbersOfRowsShareAWorkspace) {
   std::vector<Request> requests;
   for (int r = 0; r < 6; ++r) {
     requests.push_back(RandomRequest(9000, r, random));
-    if (r % 2 == 0) continue;
-    MakePlain(&requests.back());
-    KeepAll(&requests.back());
-    requests.back().spec.top_logprobs = 0;
+    if (r % 2 != 0) MakeSimple(&requests.back());
   }
   requests[0].banned = {1};  // for the second launch
-  const Batch all(requests, 0, 0);
-  for (const int rows : {6, 3, 5, 1, 6}) {
-    const std::vector<Request> some(requests.begin(), requests.begin() + rows);
-    Batch batch(some, 0, 0);
-    batch.params().workspace = all.params().workspace;
-    batch.params().workspace_bytes = all.params().workspace_bytes;
-    ASSERT_EQ(Sample(batch.params(), nullptr), cudaSuccess);
-    ExpectAsReference(some, batch.Read());
-  }
+  ExpectCallsShareAWorkspace(requests, {6, 3, 5, 1, 6});
 }
 
 TEST_P(SamplingTest, ATopListLeavesTheOtherResultsAlone) {
   std::mt19937 random(5);
   std::vector<Request> requests;
-  while (requests.size() < 12) {
+  while (requests.size() < 6) {
     Request request = RandomRequest(2100, static_cast<int>(requests.size()), random);
     if (request.spec.logprob_mode == LogprobMode::kNone) continue;
-    MakePlain(&request);
-    KeepAll(&request);
-    request.spec.top_logprobs = 0;
-    requests.push_back(request);
-    request.spec.top_logprobs = 3;
+    MakeSimple(&request);
     requests.push_back(request);
   }
-  std::vector<Result> results = SampleAll(requests);
-  for (size_t r = 0; r < requests.size(); r += 2) {
-    results[r + 1].top_ids.clear();
-    results[r + 1].top_logprobs.clear();
-    EXPECT_TRUE(SameBits(results[r], results[r + 1])) << Describe(requests[r]);
-  }
+  ExpectATopListLeavesTheRestAlone(requests);
 }
 
 TEST_P(SamplingTest, RowsThatCannotBeSampledAreFlagged) {
@@ -163,24 +135,11 @@ TEST_P(SamplingTest, RowsThatCannotBeSampledAreFlagged) {
   for (size_t r = 0; r < requests.size(); ++r) EXPECT_EQ(results[r].finite, r / 2 > 2) << r;
 }
 
-// Bitwise: raw log-probabilities of a sample, and those of a score of its token.
 TEST_P(SamplingTest, RawSampleAndScoreAgreeToTheBit) {
   std::mt19937 random(7);
   std::vector<Request> requests;
-  for (int r = 0; r < 6; ++r) {
-    Request request = RandomRequest(4000, r, random);
-    request.allowed.clear();  // with bans, they may leave nothing
-    request.spec.logprob_mode = LogprobMode::kRaw;
-    requests.push_back(request);
-  }
-  const std::vector<Result> sampled = SampleAll(requests);
-  std::vector<int32_t> targets;
-  for (const Result& result : sampled) targets.push_back(result.token);
-  for (Request& request : requests) request.spec.temperature = 1.0f;
-  const std::vector<Result> scored = ScoreAll(requests, targets);
-  for (size_t r = 0; r < requests.size(); ++r) {
-    EXPECT_TRUE(SameBits(sampled[r], scored[r])) << Describe(requests[r]);
-  }
+  for (int r = 0; r < 6; ++r) requests.push_back(RandomRequest(4000, r, random));
+  ExpectRawSampleAndScoreAgree(requests);
 }
 
 }  // namespace

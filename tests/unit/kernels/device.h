@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels/isa/isa.h"
+#include "tests/unit/kernels/isas.h"
 
 namespace dorad::kernels {
 
@@ -16,9 +17,6 @@ namespace dorad::kernels {
     const cudaError_t status_ = (expression);                       \
     ASSERT_EQ(status_, cudaSuccess) << cudaGetErrorString(status_); \
   } while (false)
-
-// What helpers of an IsaTest launch.
-inline KernelIsa tested_isa = KernelIsa::kSm90;
 
 // Base of the fixtures.
 class KernelTest : public testing::Test {
@@ -45,14 +43,6 @@ class IsaTest : public KernelTest, public testing::WithParamInterface<KernelIsa>
     SkipWithout(tested_isa);
   }
 };
-
-#define DORAD_FOR_EACH_ISA(fixture)                                                           \
-  INSTANTIATE_TEST_SUITE_P(                                                                   \
-      Isas, fixture,                                                                          \
-      testing::Values(::dorad::kernels::KernelIsa::kSm90, ::dorad::kernels::KernelIsa::kMma), \
-      [](const auto& info) {                                                                  \
-        return info.param == ::dorad::kernels::KernelIsa::kSm90 ? "Sm90" : "Mma";             \
-      })
 
 // Device memory of `size` elements, filled with 0xFF bytes (NaN in every floating format), so that
 // an element that a kernel does not write is seen. Complete when it is made: streams that do not

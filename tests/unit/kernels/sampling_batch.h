@@ -109,7 +109,6 @@ class Batch {
   }
 
   SampleParams& params() { return params_; }
-  const SampleParams& params() const { return params_; }
   const DeviceBuffer<SampleRowSpec>& specs() const { return *specs_; }
 
   // After a run. Lists as long as wanted.

@@ -174,6 +174,20 @@ inline void Adjust(int vocabulary, Request* request, std::mt19937& random) {
   }
 }
 
+inline void MakePlain(Request* request) {
+  request->banned.clear();
+  request->conditional.clear();
+  request->adjusted = false;
+}
+// Plain, and no list is needed.
+inline void MakeSimple(Request* request) {
+  MakePlain(request);
+  request->spec.top_k = 0;
+  request->spec.top_p = 1.0f;
+  request->spec.min_p = 0.0f;
+  request->spec.top_logprobs = 0;
+}
+
 inline Request RandomRequest(int vocabulary, int kind, std::mt19937& random) {
   Request request;
   request.logits = Logits(vocabulary, kind, random);

@@ -18,6 +18,7 @@
 
 #include "tests/unit/kernels/device.h"
 #include "tests/unit/kernels/sampling_batch.h"
+#include "tests/unit/kernels/sampling_checks.h"
 
 namespace dorad::kernels {
 namespace {
@@ -115,20 +116,8 @@ TEST_P(SamplingKernelTest, ScoreGivesTheCpusResults) {
 TEST_P(SamplingKernelTest, RawSampleAndScoreAgreeToTheBit) {
   std::mt19937 random(5);
   std::vector<Request> requests;
-  for (int r = 0; r < 64; ++r) {
-    Request request = RandomRequest(30000, r, random);
-    request.allowed.clear();  // with bans, they may leave nothing
-    request.spec.logprob_mode = LogprobMode::kRaw;
-    requests.push_back(request);
-  }
-  const std::vector<Result> sampled = SampleAll(requests);
-  std::vector<int32_t> targets;
-  for (const Result& result : sampled) targets.push_back(result.token);
-  for (Request& request : requests) request.spec.temperature = 1.0f;
-  const std::vector<Result> scored = ScoreAll(requests, targets);
-  for (size_t r = 0; r < requests.size(); ++r) {
-    EXPECT_TRUE(SameBits(sampled[r], scored[r])) << Describe(requests[r]);
-  }
+  for (int r = 0; r < 64; ++r) requests.push_back(RandomRequest(30000, r, random));
+  ExpectRawSampleAndScoreAgree(requests);
 }
 
 TEST_P(SamplingKernelTest, LogprobsAreTheLogSoftmaxInDouble) {
@@ -318,63 +307,28 @@ TEST_P(SamplingKernelTest, TinyAndHugeTemperatures) {
 TEST_P(SamplingKernelTest, ATopListLeavesTheOtherResultsAlone) {
   std::mt19937 random(14);
   for (const int vocabulary : {100, 1025, 20000}) {
-    std::vector<Request> plain;
+    std::vector<Request> requests;
     for (int r = 0; r < 96; ++r) {
       Request request = RandomRequest(vocabulary, r, random);
-      request.banned.clear();
-      request.conditional.clear();
-      request.adjusted = false;
-      request.spec.top_k = 0;
-      request.spec.top_p = 1.0f;
-      request.spec.min_p = 0.0f;
-      request.spec.top_logprobs = 0;
+      MakeSimple(&request);
       if (request.spec.logprob_mode == LogprobMode::kNone) {
         request.spec.logprob_mode = LogprobMode::kRaw;
       }
-      ASSERT_FALSE(NeedsList(request.spec, vocabulary));
-      plain.push_back(request);
+      requests.push_back(request);
     }
-    std::vector<Request> listed = plain;
-    for (Request& request : listed) request.spec.top_logprobs = 3;
-    const std::vector<Result> without = SampleAll(plain);
-    std::vector<Result> with = SampleAll(listed);
-    for (size_t r = 0; r < plain.size(); ++r) {
-      with[r].top_ids.clear();
-      with[r].top_logprobs.clear();
-      EXPECT_TRUE(SameBits(without[r], with[r])) << Describe(plain[r]);
-    }
+    ExpectATopListLeavesTheRestAlone(requests);
   }
 }
 
 TEST_P(SamplingKernelTest, RowsOfAKindAloneGiveTheSame) {
   std::mt19937 random(15);
-  std::vector<Request> plain, other;
-  for (int r = 0; r < 64; ++r) {
-    Request request = RandomRequest(3000, r, random);
-    request.banned.clear();
-    request.conditional.clear();
-    request.adjusted = false;
-    if (r % 2 != 0) request.banned = {7, 8};
-    request.spec.top_k = 0;
-    request.spec.top_p = 1.0f;
-    request.spec.min_p = 0.0f;
-    request.spec.top_logprobs = 0;
-    request.spec.temperature = 0.8f;
-    (r % 2 == 0 ? plain : other).push_back(request);
+  std::vector<Request> requests;
+  for (int r = 0; r < 32; ++r) {
+    requests.push_back(RandomRequest(3000, r, random));
+    MakeSimple(&requests.back());
+    requests.back().spec.temperature = 0.8f;
   }
-  for (const auto& [requests, rows_are] :
-       {std::pair{&plain, SampleRows::kPlain}, {&other, SampleRows::kOther}}) {
-    Batch batch(*requests, 0, 0);
-    batch.params().rows_are = rows_are;
-    DORAD_ASSERT_CUDA(Sample(batch.params(), nullptr));
-    ExpectAsReference(*requests, batch.Read());
-    // Rows of the other kind are skipped.
-    Batch skipped(*requests, 0, 0);
-    skipped.params().rows_are =
-        rows_are == SampleRows::kPlain ? SampleRows::kOther : SampleRows::kPlain;
-    DORAD_ASSERT_CUDA(Sample(skipped.params(), nullptr));
-    for (const Result& result : skipped.Read()) EXPECT_EQ(result.token, -1);
-  }
+  ExpectRowsOfAKindAlone(requests);
 }
 
 // The plain rows' counters are zero between calls, of any number of rows.
@@ -383,15 +337,7 @@ TEST_P(SamplingKernelTest, CallsOfOtherNumbersOfRowsShareAWorkspace) {
   std::vector<Request> requests;
   for (int r = 0; r < 40; ++r) requests.push_back(RandomRequest(5000, r, random));
   requests[0].banned = {1};  // for the second launch
-  const Batch all(requests, 0, 0);
-  for (const int rows : {40, 3, 17, 1, 40}) {
-    const std::vector<Request> some(requests.begin(), requests.begin() + rows);
-    Batch batch(some, 0, 0);
-    batch.params().workspace = all.params().workspace;
-    batch.params().workspace_bytes = all.params().workspace_bytes;
-    DORAD_ASSERT_CUDA(Sample(batch.params(), nullptr));
-    ExpectAsReference(some, batch.Read());
-  }
+  ExpectCallsShareAWorkspace(requests, {40, 3, 17, 1, 40});
 }
 
 TEST_P(SamplingKernelTest, RowsBeyondThoseInUseAreLeftAlone) {

@@ -4,17 +4,16 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <new>
 #include <vector>
 
-#include "kernels/isa/isa.h"
 #include "tests/emulation/emulator.h"
+#include "tests/unit/kernels/isas.h"
 
 namespace dorad::kernels {
-
-inline KernelIsa tested_isa = KernelIsa::kSm90;
 
 template <typename T>
 class DeviceBuffer {
